@@ -1,0 +1,97 @@
+"""Multi-head self-attention, full or block-sparse."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from modo.ops.attention import causal_attention
+from modo.ops.moba import moba_attention
+from modo.nn.rope import rotary_embedding
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention with rotary positions; MoBA when `block_size` is given.
+
+    Args:
+      d_model: width in and out.
+      num_heads: query heads.
+      num_kv_heads: key and value heads; divides num_heads.
+      head_dim: width of a head, even.
+      block_size: keys a block of Mixture of Block Attention; None: full attention.
+      top_k: blocks a query attends to, its own included.
+      implementation: of `modo.moba_attention`.
+      qk_norm: RMSNorm on each head's queries and keys, before the rotary embedding.
+      soft_cap: attention scores become c tanh(scores / c).
+      rope_theta: base of the rotary embedding.
+      norm_eps: epsilon of the norms.
+      out_std: standard deviation of the output matrix at the start.
+      dtype: of the computation; parameters are float32.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        block_size: int | None = None,
+        top_k: int = 3,
+        implementation: str | None = None,
+        qk_norm: bool = False,
+        soft_cap: float | None = None,
+        rope_theta: float = 10_000.0,
+        norm_eps: float = 1e-6,
+        out_std: float | None = None,
+        dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = d_model // num_heads if head_dim is None else head_dim
+        self.block_size, self.top_k, self.implementation = block_size, top_k, implementation
+        self.soft_cap, self.rope_theta = soft_cap, rope_theta
+        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        into = nnx.initializers.normal(d_model**-0.5)
+        out = nnx.initializers.normal(width**-0.5 if out_std is None else out_std)
+        options = dict(use_bias=False, dtype=dtype, rngs=rngs)
+        self.query = nnx.Linear(d_model, width, kernel_init=into, **options)
+        self.key = nnx.Linear(d_model, kv_width, kernel_init=into, **options)
+        self.value = nnx.Linear(d_model, kv_width, kernel_init=into, **options)
+        self.out = nnx.Linear(width, d_model, kernel_init=out, **options)
+        norm = dict(epsilon=norm_eps, dtype=dtype, rngs=rngs)
+        self.query_norm = nnx.RMSNorm(self.head_dim, **norm) if qk_norm else None
+        self.key_norm = nnx.RMSNorm(self.head_dim, **norm) if qk_norm else None
+
+    def queries_and_keys(self, x_BTD: Array, positions_BT: Array) -> tuple[Array, Array]:
+        """Queries [B, T, N, H] and keys [B, T, K, H] as they meet in the scores."""
+        q_BTNH = self.query(x_BTD).reshape(*x_BTD.shape[:2], self.num_heads, self.head_dim)
+        k_BTKH = self.key(x_BTD).reshape(*x_BTD.shape[:2], self.num_kv_heads, self.head_dim)
+        if self.query_norm is not None:
+            q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+        q_BTNH = rotary_embedding(q_BTNH, positions_BT, self.rope_theta)
+        k_BTKH = rotary_embedding(k_BTKH, positions_BT, self.rope_theta)
+        return q_BTNH, k_BTKH
+
+    def __call__(
+        self, x_BTD: Array, *, positions_BT: Array, segment_ids_BT: Array | None = None
+    ) -> Array:
+        """Attends within documents (runs of equal segment ids, numbered apart; 0 is padding)."""
+        q_BTNH, k_BTKH = self.queries_and_keys(x_BTD, positions_BT)
+        v_BTKH = self.value(x_BTD).reshape(k_BTKH.shape)
+        if self.block_size is None:
+            y_BTNH = causal_attention(
+                q_BTNH, k_BTKH, v_BTKH, segment_ids=segment_ids_BT, soft_cap=self.soft_cap
+            )
+        else:
+            y_BTNH = moba_attention(
+                q_BTNH,
+                k_BTKH,
+                v_BTKH,
+                block_size=self.block_size,
+                top_k=self.top_k,
+                segment_ids=segment_ids_BT,
+                soft_cap=self.soft_cap,
+                implementation=self.implementation,
+            )
+        return self.out(y_BTNH.reshape(*x_BTD.shape[:2], -1))
