@@ -198,8 +198,7 @@ class ModelConfig:
         )
         _require(
             self.num_heads % self.kv_heads == 0,
-            f"ModelConfig: num_kv_heads {self.kv_heads} does not divide num_heads "
-            f"{self.num_heads}",
+            f"ModelConfig: num_kv_heads {self.kv_heads} does not divide num_heads {self.num_heads}",
         )
         for name in ("attention_soft_cap", "logit_soft_cap", "rope_theta", "norm_eps"):
             value = getattr(self, name)

@@ -1,0 +1,197 @@
+"""Mixture of Block Attention (Lu et al. 2025, arXiv 2502.13189)."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas.moba import plan, reference, xla
+
+_IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention}
+
+
+def _check_blocks(block_size: int, top_k: int) -> None:
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    if top_k < 1:
+        raise ValueError(f"top_k counts a query's own block, so it must be at least 1, got {top_k}")
+
+
+def _check_shapes(query, key, value, segment_ids) -> None:
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    if not query.ndim == key.ndim == value.ndim == 4:
+        raise ValueError(f"query, key and value must have four axes [B, T, heads, width]: {shapes}")
+    if not query.shape[:2] == key.shape[:2] == value.shape[:2]:
+        raise ValueError(f"batch and length must agree: {shapes}")
+    if key.shape[2] != value.shape[2]:
+        raise ValueError(
+            f"key and value must have as many heads, got {key.shape[2]} and {value.shape[2]}: "
+            f"{shapes}"
+        )
+    if key.shape[2] == 0 or query.shape[2] % key.shape[2]:
+        raise ValueError(
+            f"the {key.shape[2]} key heads must divide the {query.shape[2]} query heads: {shapes}"
+        )
+    if query.shape[3] != key.shape[3]:
+        raise ValueError(
+            f"query and key must be as wide, got {query.shape[3]} and {key.shape[3]}: {shapes}"
+        )
+    if segment_ids is None:
+        return
+    if segment_ids.shape != query.shape[:2]:
+        raise ValueError(f"segment_ids must be [B, T] = {query.shape[:2]}, got {segment_ids.shape}")
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(f"segment_ids must be integers, got {segment_ids.dtype}")
+
+
+def _without_padding(x_BTNH: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
+    if segment_ids_BT is None:
+        return x_BTNH
+    return jnp.where((segment_ids_BT != 0)[:, :, None, None], x_BTNH, 0)
+
+
+def moba_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    block_size: int,
+    top_k: int,
+    scale: float | None = None,
+    segment_ids: jax.Array | None = None,
+    soft_cap: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Causal attention to a query's own block of keys and to its best few earlier blocks.
+
+    A block's score for a query (one head, one token) is the query times the mean of the block's
+    keys. The own block is always attended, causally; of the blocks wholly before it the best
+    top_k - 1 are attended in full, under one softmax. Of equal scores the earliest block wins. The
+    choice is not differentiated, and neither scale nor soft_cap changes it.
+
+    Under `jax.checkpoint` the policy `jax.checkpoint_policies.save_only_these_names(
+    "moba_chosen_blocks")` keeps the choice, so that it is not made again.
+
+    Args:
+      query: [B, T, N, H], float.
+      key: [B, T, K, H], where K divides N: query head n uses key head n // (N / K).
+      value: [B, T, K, Hv].
+      block_size: keys a block. Any block_size works with any T.
+      top_k: blocks a query attends to, its own included: 1 is block-diagonal causal attention, and
+        as many as there are is full causal attention.
+      scale: multiplies the scores of attention; None: H ** -0.5.
+      segment_ids: [B, T], integers. Runs of equal values are documents, which do not see each
+        other; blocks count from a run's first token. 0 is padding: it selects nothing, is never
+        selected and yields zeros, whatever its query, key and value hold.
+      soft_cap: scores of attention become soft_cap * tanh(scores / soft_cap), after scale.
+      implementation: "xla"; "reference", a dense mask for tests, with memory for T x T; None:
+        "xla".
+
+    Returns:
+      [B, T, N, Hv] in query's dtype. Softmax and sums are in float32 at least.
+
+    Raises:
+      ValueError: block_size or top_k below 1, shapes that disagree, or an unknown implementation.
+
+    References:
+      Lu et al. 2025, "MoBA: Mixture of Block Attention for Long-Context LLMs", arXiv 2502.13189,
+      Eq. 2 to 8 and Algorithm 1.
+    """
+    _check_blocks(block_size, top_k)
+    _check_shapes(query, key, value, segment_ids)
+    name = "xla" if implementation is None else implementation
+    if name not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation {implementation!r} is none of {', '.join(map(repr, _IMPLEMENTATIONS))}"
+        )
+    out = _IMPLEMENTATIONS[name](
+        *(_without_padding(x, segment_ids) for x in (query, key, value)),
+        block_size=block_size,
+        top_k=top_k,
+        scale=query.shape[3] ** -0.5 if scale is None else scale,
+        segment_ids_BT=segment_ids,
+        soft_cap=soft_cap,
+    )
+    return _without_padding(out.astype(query.dtype), segment_ids)
+
+
+def choose_blocks(
+    query: jax.Array,
+    key: jax.Array,
+    *,
+    block_size: int,
+    top_k: int,
+    segment_ids: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The earlier blocks that `moba_attention` attends to, for pictures and statistics.
+
+    Args: as for `moba_attention`.
+
+    Returns:
+      start_BTNJ: int32, the first token of each of the J = top_k - 1 chosen blocks, best first; the
+        own block is not among them. 0 where a query has fewer earlier blocks than J.
+      valid_BTNJ: bool, where there is a block.
+
+    Raises:
+      ValueError: block_size or top_k below 1, or shapes that disagree.
+    """
+    _check_blocks(block_size, top_k)
+    _check_shapes(query, key, key, segment_ids)
+    B, T, N, H = query.shape
+    K, J = key.shape[2], top_k - 1
+    S = plan.num_candidates(T, block_size)
+    choices = min(J, S)
+    if choices == 0:
+        return jnp.zeros((B, T, N, J), jnp.int32), jnp.zeros((B, T, N, J), bool)
+    query, key = (lax.stop_gradient(_without_padding(x, segment_ids)) for x in (query, key))
+    blocks = plan.find_blocks(T, block_size, segment_ids)
+    cut = plan.cut_blocks(jnp.swapaxes(key, 1, 2), blocks, block_size, segment_ids is None)
+    q_BKGTH = jnp.transpose(query.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
+    chosen_BKJGT = plan.choose(q_BKGTH, plan.centroids(cut), blocks, choices)
+    chosen_BTNJ = jnp.transpose(chosen_BKJGT, (0, 4, 1, 3, 2)).reshape(B, T, N, choices)
+    chosen_BTNJ = jnp.pad(
+        chosen_BTNJ, ((0, 0), (0, 0), (0, 0), (0, J - choices)), constant_values=-1
+    )
+    start_BS = jnp.broadcast_to(blocks.start_BS, (B, S))
+    start_BTNJ = jax.vmap(lambda start_S, i: start_S[i])(start_BS, jnp.maximum(chosen_BTNJ, 0))
+    valid_BTNJ = chosen_BTNJ >= 0
+    return jnp.where(valid_BTNJ, start_BTNJ, 0), valid_BTNJ
+
+
+def dot_flops(
+    *,
+    batch: int,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    head_width: int,
+    value_width: int | None = None,
+    block_size: int,
+    top_k: int,
+    segments: bool = False,
+) -> tuple[int, int]:
+    """FLOPs of the matrix products that implementation "xla" executes, 2 M N K each.
+
+    Scoring of blocks, padding of tiles and masked products count, for they are executed.
+
+    Args:
+      batch, length, heads, kv_heads, head_width, value_width: B, T, N, K, H and Hv of
+        `moba_attention`; value_width None: head_width.
+      block_size, top_k: as for `moba_attention`.
+      segments: whether segment_ids are given.
+
+    Returns:
+      (forward, forward and backward).
+    """
+    _check_blocks(block_size, top_k)
+    value_width = head_width if value_width is None else value_width
+    sizes = {
+        "batch": batch,
+        "length": length,
+        "kv_heads": kv_heads,
+        "groups": heads // kv_heads,
+        "key_width": head_width,
+        "value_width": value_width,
+    }
+    layout = xla.make_layout(**sizes, block_size=block_size, top_k=top_k, aligned=not segments)
+    forward, backward = xla.layout_flops(layout, **sizes)
+    return forward, forward + backward

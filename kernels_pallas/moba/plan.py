@@ -1,0 +1,228 @@
+"""What MoBA attends to: candidate blocks, their centroids, the choice, and tables of tiles.
+
+Everything here is plain jax.numpy on small arrays, and is not differentiated.
+
+Axes: B batch, T tokens, K key heads, G query heads a key head, H head width, S candidate blocks, M tokens of a
+block, J choices (top_k - 1), R rows (one a query head and token, r = g * T + t), P pairs of a row
+and a block it chose (p = j * R + r), Z tiles, U rows of a tile.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Elements of the scores of one chunk of queries against all blocks.
+_CHOICE_ELEMENTS = 1 << 21
+_MIN_CHUNK = 128
+
+
+class Blocks(NamedTuple):
+    """Blocks of each row of the batch. Without segment ids all rows agree and B is 1.
+
+    A block is a candidate if it is full and its run of equal segment ids goes on behind it: only
+    such blocks are ever chosen. Candidates are numbered in order of position.
+
+    Attributes:
+      start_BS: first token of each candidate; any token for numbers that no candidate has.
+      first_BT, end_BT: a token may choose the candidates first <= s < end.
+      own_BT: first token of the token's own block; padding has -1.
+      run_BT: number of the token's run; padding has -1.
+      slot_BT: the candidate that the token is part of, or -1.
+    """
+
+    start_BS: jax.Array
+    first_BT: jax.Array
+    end_BT: jax.Array
+    own_BT: jax.Array
+    run_BT: jax.Array
+    slot_BT: jax.Array
+
+
+def num_candidates(length: int, block_size: int) -> int:
+    """Most candidate blocks in a row, whatever its segments: the last token's block is none."""
+    return (length - 1) // block_size
+
+
+def find_blocks(length: int, block_size: int, segment_ids_BT: jax.Array | None) -> Blocks:
+    """Blocks counted from the first token of every run of equal segment ids."""
+    S = num_candidates(length, block_size)
+    t_BT = jnp.arange(length, dtype=jnp.int32)[None]
+    if segment_ids_BT is None:
+        number_BT = t_BT // block_size
+        return Blocks(
+            start_BS=jnp.arange(S, dtype=jnp.int32)[None] * block_size,
+            first_BT=jnp.zeros_like(t_BT),
+            end_BT=number_BT,
+            own_BT=number_BT * block_size,
+            run_BT=jnp.zeros_like(t_BT),
+            slot_BT=jnp.where(number_BT < S, number_BT, -1),
+        )
+    new_BT = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
+    new_BT = jnp.pad(new_BT, ((0, 0), (1, 0)), constant_values=True)
+    valid_BT = segment_ids_BT != 0
+    run_BT = jnp.where(valid_BT, jnp.cumsum(new_BT, axis=1, dtype=jnp.int32), -1)
+    begin_BT = lax.cummax(jnp.where(new_BT, t_BT, 0), axis=1)
+    number_BT = (t_BT - begin_BT) // block_size
+    own_BT = begin_BT + number_BT * block_size
+    # The block is a candidate if the token right behind it is of the same run.
+    behind_BT = jnp.take_along_axis(run_BT, jnp.minimum(own_BT + block_size, length - 1), axis=1)
+    candidate_BT = valid_BT & (own_BT + block_size < length) & (behind_BT == run_BT)
+    starts_BT = candidate_BT & (own_BT == t_BT)
+    before_BT = jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32) - starts_BT
+    first_BT = jnp.take_along_axis(before_BT, begin_BT, axis=1)
+    end_BT = first_BT + number_BT
+    start_BS = jnp.sort(jnp.where(starts_BT, t_BT, length - block_size), axis=1)[:, :S]
+    return Blocks(
+        start_BS=start_BS,
+        first_BT=jnp.where(valid_BT, first_BT, 0),
+        end_BT=jnp.where(valid_BT, end_BT, 0),
+        own_BT=jnp.where(valid_BT, own_BT, -1),
+        run_BT=run_BT,
+        slot_BT=jnp.where(candidate_BT, end_BT, -1),
+    )
+
+
+def cut_blocks(x_BKTH: jax.Array, blocks: Blocks, block_size: int, aligned: bool) -> jax.Array:
+    """The tokens of the candidate blocks, [B, K, S, M, H]; aligned: without segment ids."""
+    B, K, _, H = x_BKTH.shape
+    S = blocks.start_BS.shape[1]
+    if aligned:
+        return x_BKTH[:, :, : S * block_size].reshape(B, K, S, block_size, H)
+    index_BSM = blocks.start_BS[:, :, None] + jnp.arange(block_size, dtype=jnp.int32)
+    return jax.vmap(lambda x_KTH, i_SM: x_KTH[:, i_SM])(x_BKTH, index_BSM)
+
+
+def paste_blocks(x_BKSMH: jax.Array, blocks: Blocks, length: int, aligned: bool) -> jax.Array:
+    """The transpose of `cut_blocks`, [B, K, T, H]. Candidates share no token, so it is a gather."""
+    B, K, S, M, H = x_BKSMH.shape
+    x_BKTH = x_BKSMH.reshape(B, K, S * M, H)
+    if aligned:
+        return jnp.pad(x_BKTH, ((0, 0), (0, 0), (0, length - S * M), (0, 0)))
+    t_BT = jnp.arange(length, dtype=jnp.int32)[None]
+    index_BT = jnp.maximum(blocks.slot_BT * M + t_BT - blocks.own_BT, 0)
+    gathered_BKTH = jax.vmap(lambda x_KTH, i_T: x_KTH[:, i_T])(x_BKTH, index_BT)
+    return jnp.where((blocks.slot_BT >= 0)[:, None, :, None], gathered_BKTH, 0)
+
+
+def centroids(k_BKSMH: jax.Array) -> jax.Array:
+    """Mean of each block's keys, [B, K, S, H], in float32 at least."""
+    return jnp.mean(k_BKSMH.astype(jnp.promote_types(k_BKSMH.dtype, jnp.float32)), axis=3)
+
+
+def gate_scores(c_BKSH: jax.Array, q_BKGTH: jax.Array) -> jax.Array:
+    """Finite scores of blocks, [B, K, S, G, T]; the scale of attention has no part in them."""
+    score = jnp.einsum(
+        "bksh,bkgth->bksgt",
+        c_BKSH,
+        q_BKGTH.astype(c_BKSH.dtype),
+        # The default precision of accelerators would let bfloat16 rounding decide the choice.
+        precision=lax.Precision.HIGHEST,
+    )
+    # -inf is left for forbidden blocks alone, so an overflow cannot make one look allowed.
+    limit = jnp.finfo(score.dtype).max
+    return jnp.where(jnp.isnan(score), -limit, jnp.clip(score, -limit, limit))
+
+
+def choice_chunk(batch: int, heads: int, length: int, blocks: int) -> int:
+    """Queries that choose at once."""
+    chunk = max(_MIN_CHUNK, _CHOICE_ELEMENTS // (batch * heads * blocks))
+    chunks = -(-length // chunk)
+    return -(-length // chunks)
+
+
+def choose(q_BKGTH: jax.Array, c_BKSH: jax.Array, blocks: Blocks, choices: int) -> jax.Array:
+    """Numbers of the best candidates of every query, best first; -1 where there are no more.
+
+    Of equal scores the lowest number wins.
+
+    Returns:
+      int32 [B, K, J, G, T].
+    """
+    B, K, G, T, H = q_BKGTH.shape
+    S = c_BKSH.shape[2]
+    chunk = choice_chunk(B, K * G, T, S)
+    steps = -(-T // chunk)
+    pad = steps * chunk - T
+    q_BKGTH = jnp.pad(q_BKGTH, ((0, 0), (0, 0), (0, 0), (0, pad), (0, 0)))
+    first_BT = jnp.pad(blocks.first_BT, ((0, 0), (0, pad)))
+    end_BT = jnp.pad(blocks.end_BT, ((0, 0), (0, pad)))
+    number_S = jnp.arange(S, dtype=jnp.int32)[:, None, None]
+
+    def choose_chunk(i):
+        first_BT_, end_BT_ = (
+            lax.dynamic_slice_in_dim(x, i * chunk, chunk, 1)[:, None, None, None, :]
+            for x in (first_BT, end_BT)
+        )
+        score_BKSGT = gate_scores(c_BKSH, lax.dynamic_slice_in_dim(q_BKGTH, i * chunk, chunk, 3))
+        allowed = (number_S >= first_BT_) & (number_S < end_BT_)
+
+        def best(score_BKSGT, _):
+            top = jnp.max(score_BKSGT, axis=2, keepdims=True)
+            index = jnp.min(jnp.where(score_BKSGT == top, number_S, S), axis=2, keepdims=True)
+            rest = jnp.where(number_S == index, -jnp.inf, score_BKSGT)
+            return rest, jnp.where(top == -jnp.inf, -1, index)[:, :, 0]
+
+        score_BKSGT = jnp.where(allowed, score_BKSGT, -jnp.inf)
+        return lax.scan(best, score_BKSGT, length=choices)[1]
+
+    chosen = lax.map(choose_chunk, jnp.arange(steps, dtype=jnp.int32))
+    chosen = jnp.transpose(chosen, (2, 3, 1, 4, 0, 5)).reshape(B, K, choices, G, steps * chunk)
+    return chosen[..., :T]
+
+
+class Tiles(NamedTuple):
+    """Pairs sorted by block, every block's pairs padded to whole tiles.
+
+    Attributes:
+      block_BKZ: the block of each tile; tiles beyond the last pair have any.
+      row_BKZU: the row in each slot of each tile, or R, one beyond the last, where it is empty.
+      slot_BKP: the slot z * U + u of each pair; any where the pair is none.
+    """
+
+    block_BKZ: jax.Array
+    row_BKZU: jax.Array
+    slot_BKP: jax.Array
+
+
+def max_pairs(length: int, block_size: int, choices: int) -> int:
+    """Most pairs of one query head, whatever the segments: token t has t // block_size at most."""
+    whole, rest = divmod(length, block_size)
+    few = min(choices, whole)
+    return block_size * (few * (few - 1) // 2 + choices * (whole - few)) + rest * min(
+        choices, whole
+    )
+
+
+def dispatch(chosen_BKP: jax.Array, rows: int, blocks: int, num_tiles: int, tile: int) -> Tiles:
+    """Sorts pairs by block into tiles of `tile` rows.
+
+    `num_tiles` must be at least floor(pairs / tile) + blocks.
+    """
+
+    def tables(block_P):
+        P = block_P.shape[0]
+        pair_P = jnp.arange(P, dtype=jnp.int32)
+        key_P = jnp.where(block_P < 0, blocks, block_P)
+        sorted_P, order_P = lax.sort((key_P, pair_P), num_keys=1, is_stable=True)
+        edge_S = jnp.searchsorted(sorted_P, jnp.arange(blocks + 1, dtype=jnp.int32))
+        edge_S = edge_S.astype(jnp.int32)
+        count_S = edge_S[1:] - edge_S[:-1]
+        last_S = jnp.cumsum((count_S + tile - 1) // tile, dtype=jnp.int32)
+        first_S = last_S - (count_S + tile - 1) // tile
+
+        z_Z = jnp.arange(num_tiles, dtype=jnp.int32)
+        block_Z = jnp.searchsorted(last_S, z_Z, side="right").astype(jnp.int32)
+        block_Z = jnp.minimum(block_Z, blocks - 1)
+        rank_ZU = ((z_Z - first_S[block_Z]) * tile)[:, None] + jnp.arange(tile, dtype=jnp.int32)
+        filled_ZU = rank_ZU < count_S[block_Z][:, None]
+        at_ZU = jnp.where(filled_ZU, edge_S[block_Z][:, None] + rank_ZU, 0)
+        row_ZU = jnp.where(filled_ZU, order_P[at_ZU] % rows, rows)
+
+        first_P = jnp.pad(first_S * tile - edge_S[:-1], (0, 1))[sorted_P]
+        slot_P = jnp.where(sorted_P < blocks, first_P + pair_P, 0)
+        slot_P = jnp.zeros_like(slot_P).at[order_P].set(slot_P, unique_indices=True)
+        return Tiles(block_Z, row_ZU, slot_P)
+
+    return jax.vmap(jax.vmap(tables))(chosen_BKP)

@@ -1,0 +1,634 @@
+"""MoBA in plain XLA: no T x T buffer, no atomics, and the same bits in every run.
+
+Two paths give the same result. The dense path takes tiles of queries against all keys under the exact
+mask; it is for short rows. The grouped path attends to the own block in windows of keys, and to
+chosen blocks in tiles of queries that chose the same one, and merges by log-sum-exp.
+
+Axes: see plan.py; L keys of a window, E value width, W tiles of a step, Q rows of a step.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from kernels_pallas.moba import plan
+
+# Rows up to this length take the dense path: the tables of the grouped path would cost more.
+_DENSE_LENGTH = 1024
+_WINDOW_ROWS = 128
+_MAX_TILE = 128
+# Scores of a step of the grouped path, which takes several tiles when they are small.
+_STEP_ELEMENTS = 1 << 18
+_MAX_STEP_TILES = 64
+# A longest-first list of causal prefixes of the keys saves arithmetic; each is compiled by itself.
+_PREFIXES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Consecutive tiles of queries, each against a window of `length` keys.
+
+    The window of the tile that begins at token t begins at t // align * align - front.
+    """
+
+    first: int
+    tiles: int
+    rows: int
+    length: int
+    front: int
+    align: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Everything static about one call.
+
+    Attributes:
+      dense: whether the windows hold all keys.
+      everything: whether all candidates are attended, without a choice.
+      choices: blocks to choose a query.
+      windows: they cover the row together.
+      tile, step_tiles, steps: the grouped path takes steps * step_tiles tiles of `tile` rows.
+    """
+
+    block_size: int
+    aligned: bool
+    dense: bool
+    everything: bool
+    choices: int
+    windows: tuple[Windows, ...]
+    tile: int = 0
+    step_tiles: int = 0
+    steps: int = 0
+
+
+def _dense_windows(length: int) -> tuple[Windows, ...]:
+    tiles = -(-length // _WINDOW_ROWS)
+    rows = -(-length // tiles)
+    parts = min(_PREFIXES, tiles)
+    edges = [tiles * i // parts for i in range(parts + 1)]
+    return tuple(
+        Windows(a * rows, b - a, rows, b * rows, front=0, align=tiles * rows)
+        for a, b in zip(edges[:-1], edges[1:], strict=True)
+    )
+
+
+def _own_windows(length: int, block_size: int, aligned: bool) -> tuple[Windows, ...]:
+    if aligned and block_size <= _WINDOW_ROWS:
+        rows = _WINDOW_ROWS // block_size * block_size
+        window = Windows(0, -(-length // rows), rows, rows, front=0, align=rows)
+    elif aligned and block_size % _WINDOW_ROWS == 0:
+        tiles = -(-length // _WINDOW_ROWS)
+        window = Windows(0, tiles, _WINDOW_ROWS, block_size, front=0, align=block_size)
+    else:
+        tiles = -(-length // _WINDOW_ROWS)
+        reach = _WINDOW_ROWS + block_size - 1
+        window = Windows(0, tiles, _WINDOW_ROWS, reach, front=block_size - 1, align=1)
+    return (window,)
+
+
+def make_layout(
+    *,
+    batch: int,
+    length: int,
+    kv_heads: int,
+    groups: int,
+    key_width: int,
+    value_width: int,
+    block_size: int,
+    top_k: int,
+    aligned: bool,
+    path: Literal["dense", "grouped"] | None = None,
+) -> Layout:
+    """The layout of a call from its static shapes; `path` forces one of the two."""
+    S = plan.num_candidates(length, block_size)
+    everything = top_k - 1 >= S
+    choices = min(top_k - 1, S)
+    dense = Layout(
+        block_size,
+        aligned,
+        True,
+        everything,
+        0 if everything else choices,
+        _dense_windows(length),
+    )
+    pairs = groups * plan.max_pairs(length, block_size, choices)
+    tile = 8
+    while 2 * tile <= _MAX_TILE and 8 * tile <= block_size * choices * groups:
+        tile *= 2
+    tiles = pairs // tile + S if choices else 0
+    together = _STEP_ELEMENTS // (batch * kv_heads * tile * block_size)
+    together = max(1, min(together, _MAX_STEP_TILES, tiles))
+    grouped = Layout(
+        block_size,
+        aligned,
+        False,
+        False,
+        choices,
+        _own_windows(length, block_size, aligned),
+        tile,
+        together,
+        -(-tiles // together),
+    )
+    if path is not None:
+        return dense if path == "dense" else grouped
+    if everything or (choices and length <= _DENSE_LENGTH):
+        return dense
+    sizes = (batch, length, kv_heads, groups, key_width, value_width)
+    return min(grouped, dense, key=lambda layout: sum(layout_flops(layout, *sizes)))
+
+
+def layout_flops(
+    layout: Layout,
+    batch: int,
+    length: int,
+    kv_heads: int,
+    groups: int,
+    key_width: int,
+    value_width: int,
+) -> tuple[int, int]:
+    """FLOPs of matrix products, 2 M N K each: of the forward and of the backward pass."""
+    heads = kv_heads * groups
+    S = plan.num_candidates(length, layout.block_size)
+    choice = 0
+    if layout.choices:
+        chunk = plan.choice_chunk(batch, heads, length, S)
+        choice = -(-length // chunk) * chunk * batch * heads * S * key_width
+    window = sum(w.tiles * w.rows * w.length for w in layout.windows) * batch * heads
+    tile = layout.steps * layout.step_tiles * layout.tile * layout.block_size * batch * kv_heads
+    gather = 0
+    if layout.step_tiles > 1:
+        gather = layout.steps * layout.step_tiles**2 * layout.block_size * batch * kv_heads
+    forward = choice + (window + tile) * (key_width + value_width)
+    backward = (window + tile) * (3 * key_width + 2 * value_width)
+    backward += gather * (key_width + value_width)
+    return 2 * forward, 2 * backward
+
+
+# --- One tile of queries against one window of keys -------------------------------------------
+
+
+def _accumulator(dtype) -> jnp.dtype:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _dot(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    dtype = jnp.promote_types(x.dtype, y.dtype)
+    return jnp.einsum(
+        spec, x.astype(dtype), y.astype(dtype), preferred_element_type=_accumulator(dtype)
+    )
+
+
+def _scores(q, k, factor, soft_cap):
+    """Scores [..., Q, L] in float32, and their derivative in the product of q and k."""
+    s = _dot("...qh,...lh->...ql", q, k)
+    if factor != 1:
+        s = s * factor
+    slope = factor
+    if soft_cap is not None:
+        tanh = jnp.tanh(s / soft_cap)
+        s, slope = soft_cap * tanh, factor * (1 - tanh * tanh)
+    # An overflow must not make NaN of inf - inf.
+    limit = jnp.finfo(s.dtype).max
+    return jnp.clip(s, -limit, limit), slope
+
+
+def _attend(q, k, v, mask, factor, soft_cap):
+    """Attention [..., Q, E] and log-sum-exp [..., Q] of the keys at hand; zeros where all is masked."""
+    s, _ = _scores(q, k, factor, soft_cap)
+    if mask is not None:
+        s = jnp.where(mask, s, -jnp.inf)
+    limit = jnp.finfo(s.dtype)
+    top = jnp.maximum(jnp.max(s, axis=-1, keepdims=True), limit.min)
+    p = jnp.exp(s - top)
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    o = _dot("...ql,...le->...qe", p.astype(v.dtype), v) / jnp.maximum(total, limit.tiny)
+    lse = jnp.where(total > 0, top + jnp.log(jnp.maximum(total, limit.tiny)), 0)
+    return o, lse[..., 0]
+
+
+def _attend_gradients(q, k, v, mask, lse, do, delta, factor, soft_cap):
+    """Gradients of q, k and v from these keys; `lse` and `delta` are over all keys."""
+    s, slope = _scores(q, k, factor, soft_cap)
+    if mask is not None:
+        s = jnp.where(mask, s, -jnp.inf)
+    p = jnp.exp(s - lse[..., None])
+    dv = _dot("...ql,...qe->...le", p.astype(do.dtype), do)
+    dp = _dot("...qe,...le->...ql", do, v)
+    ds = (p * (dp - delta[..., None]) * slope).astype(q.dtype)
+    return _dot("...ql,...lh->...qh", ds, k), _dot("...ql,...qh->...lh", ds, q), dv
+
+
+# --- Windows of keys: the own block, or everything on the dense path ---------------------------
+
+
+class _WindowMask(NamedTuple):
+    """A query attends to earlier keys of the same id, and of blocks in its set.
+
+    Attributes:
+      id_BT: runs or own blocks; padding has -1.
+      bits_BKGTw: sets of candidates, 32 a word; None: no blocks but those of the same id.
+      slot_BT: the candidate that each key is part of, or -1.
+    """
+
+    id_BT: jax.Array
+    bits_BKGTw: jax.Array | None
+    slot_BT: jax.Array
+
+
+def _window_mask(layout: Layout, blocks: plan.Blocks, chosen_BKJGT) -> _WindowMask:
+    if layout.everything:
+        return _WindowMask(blocks.run_BT, None, blocks.slot_BT)
+    if not layout.dense or not layout.choices:
+        return _WindowMask(blocks.own_BT, None, blocks.slot_BT)
+    words = -(-blocks.start_BS.shape[1] // 32)
+    base_w = jnp.arange(words, dtype=jnp.int32) * 32
+    # A shift by less than 0, which is a huge unsigned number, or by more than 31 gives 0.
+    shift = (chosen_BKJGT[..., None] - base_w).astype(jnp.uint32)
+    bits = lax.shift_left(jnp.ones_like(shift), shift)
+    return _WindowMask(blocks.own_BT, jnp.sum(bits, axis=2, dtype=jnp.uint32), blocks.slot_BT)
+
+
+def _slice(x, start, size, axis):
+    return lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def _pad(x, axis, front, back, value=0):
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (front, back)
+    return jnp.pad(x, widths, constant_values=value)
+
+
+def _end(windows: Windows, length: int) -> int:
+    """One beyond the last key that any window may reach."""
+    last = windows.first + (windows.tiles - 1) * windows.rows
+    start = last // windows.align * windows.align - windows.front
+    return max(start + windows.length, last + windows.rows, length)
+
+
+def _pad_window_mask(mask: _WindowMask, windows: Windows, back: int) -> _WindowMask:
+    # Ids of queries and keys are padded alike, but padding before the row has an id of its own.
+    id_BT = _pad(mask.id_BT, 1, windows.front, back, -1)
+    bits = mask.bits_BKGTw
+    bits = None if bits is None else _pad(bits, 3, 0, back)
+    return _WindowMask(id_BT, bits, _pad(mask.slot_BT, 1, windows.front, back, -1))
+
+
+def _tile_mask(mask: _WindowMask, windows: Windows, row, start):
+    """[B, K, G, rows, length], where B, K and G may be 1; `start` counts from the padding."""
+    q_id = _slice(mask.id_BT, row + windows.front, windows.rows, 1)[:, :, None]
+    k_id = _slice(mask.id_BT, start, windows.length, 1)[:, None, :]
+    q_t = row + jnp.arange(windows.rows, dtype=jnp.int32)[:, None]
+    k_t = start - windows.front + jnp.arange(windows.length, dtype=jnp.int32)
+    member = (q_id == k_id)[:, None, None]
+    if mask.bits_BKGTw is not None:
+        bits = _slice(mask.bits_BKGTw, row, windows.rows, 3)
+        slot = _slice(mask.slot_BT, start, windows.length, 1)[:, None, None, None, :]
+        for word in range(bits.shape[-1]):
+            shift = (slot - 32 * word).astype(jnp.uint32)
+            shifted = lax.shift_right_logical(*jnp.broadcast_arrays(bits[..., word, None], shift))
+            member = member | ((shifted & 1) == 1)
+    return member & ((q_t >= k_t) & (q_id >= 0))[:, None, None]
+
+
+def _window_forward(windows, q_BKGTH, k_BKTH, v_BKTE, mask, factor, soft_cap):
+    """Attention of the tiles of `windows`, [B, K, G, rows of all, E], and its log-sum-exp."""
+    B, K, G, T, H = q_BKGTH.shape
+    back = _end(windows, T) - T
+    q = _pad(q_BKGTH, 3, 0, back)
+    k, v = (_pad(x, 2, windows.front, back) for x in (k_BKTH, v_BKTE))
+    mask = _pad_window_mask(mask, windows, back)
+    rows = windows.rows
+
+    def tile(i):
+        row = windows.first + i * rows
+        start = row // windows.align * windows.align
+        full = jnp.broadcast_to(
+            _tile_mask(mask, windows, row, start), (B, K, G, rows, windows.length)
+        )
+        return _attend(
+            _slice(q, row, rows, 3).reshape(B, K, G * rows, H),
+            _slice(k, start, windows.length, 2),
+            _slice(v, start, windows.length, 2),
+            full.reshape(B, K, G * rows, windows.length),
+            factor,
+            soft_cap,
+        )
+
+    o, lse = lax.map(tile, jnp.arange(windows.tiles, dtype=jnp.int32))
+    return _join_tiles(o, G, rows), _join_tiles(lse, G, rows)
+
+
+def _join_tiles(x, groups, rows):
+    """[tiles, B, K, G * rows, ...] to [B, K, G, tiles * rows, ...]."""
+    n, B, K, _, *rest = x.shape
+    x = jnp.moveaxis(x.reshape(n, B, K, groups, rows, *rest), 0, 3)
+    return x.reshape(B, K, groups, n * rows, *rest)
+
+
+def _window_backward(
+    windows, q_BKGTH, k_BKTH, v_BKTE, mask, lse_BKGT, do_BKGTE, delta_BKGT, factor, soft_cap
+):
+    """Gradients of the rows of `windows`, and of all keys and values from them."""
+    B, K, G, T, H = q_BKGTH.shape
+    back = _end(windows, T) - T
+    rows, length = windows.rows, windows.length
+    q, lse, do, delta = (_pad(x, 3, 0, back) for x in (q_BKGTH, lse_BKGT, do_BKGTE, delta_BKGT))
+    k, v = (_pad(x, 2, windows.front, back) for x in (k_BKTH, v_BKTE))
+    mask = _pad_window_mask(mask, windows, back)
+
+    def tile(sums, i):
+        row = windows.first + i * rows
+        start = row // windows.align * windows.align
+        full = jnp.broadcast_to(_tile_mask(mask, windows, row, start), (B, K, G, rows, length))
+        q_, lse_, do_, delta_ = (
+            _slice(x, row, rows, 3).reshape(B, K, G * rows, *x.shape[4:])
+            for x in (q, lse, do, delta)
+        )
+        dq, *parts = _attend_gradients(
+            q_,
+            _slice(k, start, length, 2),
+            _slice(v, start, length, 2),
+            full.reshape(B, K, G * rows, length),
+            lse_,
+            do_,
+            delta_,
+            factor,
+            soft_cap,
+        )
+        sums = tuple(
+            lax.dynamic_update_slice_in_dim(x, _slice(x, start, length, 2) + part, start, 2)
+            for x, part in zip(sums, parts, strict=True)
+        )
+        return sums, dq
+
+    sums = tuple(jnp.zeros(x.shape, _accumulator(x.dtype)) for x in (k, v))
+    (dk, dv), dq = lax.scan(tile, sums, jnp.arange(windows.tiles, dtype=jnp.int32))
+    dk, dv = (x[:, :, windows.front : windows.front + T] for x in (dk, dv))
+    return _join_tiles(dq, G, rows), dk, dv
+
+
+# --- Chosen blocks, in tiles of pairs that share one --------------------------------------------
+
+
+def _steps(x_BKZ, layout: Layout):
+    """Tables of tiles [B, K, Z, ...] as steps [steps, B, K, W, ...]."""
+    B, K, _, *rest = x_BKZ.shape
+    return jnp.moveaxis(x_BKZ.reshape(B, K, layout.steps, layout.step_tiles, *rest), 2, 0)
+
+
+def _rows(x_BKR, row, fill=0):
+    """Rows of every batch row and key head; `fill` for the row beyond the last."""
+    return jax.vmap(jax.vmap(lambda x, i: x.at[i].get(mode="fill", fill_value=fill)))(x_BKR, row)
+
+
+def _blocks(x_BKS, block):
+    return jax.vmap(jax.vmap(lambda x, i: x[i]))(x_BKS, block)
+
+
+def _pair_values(x, slot_BKR, layout: Layout):
+    """Results [steps, B, K, W, U, ...] of the pairs in the given slots, [B, K, R, ...]."""
+    per_step = layout.step_tiles * layout.tile
+    x = x.reshape(*x.shape[:3], per_step, *x.shape[5:])
+
+    def take(x, slot):
+        return x[slot // per_step, slot % per_step]
+
+    return jax.vmap(jax.vmap(take, in_axes=(1, 0)), in_axes=(1, 0))(x, slot_BKR)
+
+
+def _chosen_forward(layout, tiles, q_BKRH, k_BKSMH, v_BKSME, factor, soft_cap):
+    """Attention and log-sum-exp of every slot, each over one block of keys."""
+
+    def step(tables):
+        block, row = tables
+        q, k, v = _rows(q_BKRH, row), _blocks(k_BKSMH, block), _blocks(v_BKSME, block)
+        return _attend(q, k, v, None, factor, soft_cap)
+
+    return lax.map(step, (_steps(tiles.block_BKZ, layout), _steps(tiles.row_BKZU, layout)))
+
+
+def _chosen_backward(
+    layout, tiles, q_BKRH, k_BKSMH, v_BKSME, lse_BKR, do_BKRE, delta_BKR, factor, soft_cap
+):
+    """Gradients of every slot's query, and of all blocks' keys and values."""
+    S = k_BKSMH.shape[2]
+    W = layout.step_tiles
+
+    def step(sums, tables):
+        block, row = tables
+        dq, *parts = _attend_gradients(
+            _rows(q_BKRH, row),
+            _blocks(k_BKSMH, block),
+            _blocks(v_BKSME, block),
+            None,
+            # Empty slots get probability exp(-inf) = 0.
+            _rows(lse_BKR, row, jnp.inf),
+            _rows(do_BKRE, row),
+            _rows(delta_BKR, row),
+            factor,
+            soft_cap,
+        )
+        at = block
+        if W > 1:
+            # Tiles of one block are summed into the first of them, so that no two updates of a
+            # scatter meet: their order would be the device's.
+            same = block[..., :, None] == block[..., None, :]
+            earlier = jnp.tril(jnp.ones((W, W), bool), -1)
+            first = ~jnp.any(same & earlier, axis=-1)
+            at = jnp.where(first, block, S + jnp.arange(W, dtype=jnp.int32))
+            parts = [
+                jnp.einsum(
+                    "bkwx,bkxmh->bkwmh",
+                    same.astype(part.dtype),
+                    part,
+                    precision=lax.Precision.HIGHEST,
+                )
+                for part in parts
+            ]
+        add = jax.vmap(
+            jax.vmap(lambda x, i, part: x.at[i].add(part, mode="drop", unique_indices=True))
+        )
+        return tuple(add(x, at, part) for x, part in zip(sums, parts, strict=True)), dq
+
+    sums = tuple(jnp.zeros(x.shape, _accumulator(x.dtype)) for x in (k_BKSMH, v_BKSME))
+    tables = (_steps(tiles.block_BKZ, layout), _steps(tiles.row_BKZU, layout))
+    (dk, dv), dq = lax.scan(step, sums, tables)
+    return dq, dk, dv
+
+
+# --- Forward and backward --------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    layout: Layout
+    scale: float
+    soft_cap: float | None
+
+
+def _scaled(q, scale):
+    """The query with the scale folded in, and the factor left for the scores."""
+    if jnp.finfo(q.dtype).bits >= 32:
+        return q * jnp.asarray(scale, q.dtype), 1.0
+    # Powers of two lose nothing in a narrow type.
+    factor, exponent = math.frexp(scale)
+    return q * jnp.asarray(2.0**exponent, q.dtype), factor
+
+
+def _forward(static: _Static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks):
+    layout = static.layout
+    B, K, G, T, H = q_BKGTH.shape
+    q_BKGTH, factor = _scaled(q_BKGTH, static.scale)
+    mask = _window_mask(layout, blocks, chosen_BKJGT)
+    parts = [
+        _window_forward(w, q_BKGTH, k_BKTH, v_BKTE, mask, factor, static.soft_cap)
+        for w in layout.windows
+    ]
+    o_BKGTE, lse_BKGT = (
+        jnp.concatenate([part[i] for part in parts], axis=3)[:, :, :, :T] for i in range(2)
+    )
+    if layout.dense or not layout.choices:
+        return o_BKGTE, lse_BKGT, None
+
+    J, S = layout.choices, blocks.start_BS.shape[1]
+    tiles = plan.dispatch(
+        chosen_BKJGT.reshape(B, K, J * G * T),
+        G * T,
+        S,
+        layout.steps * layout.step_tiles,
+        layout.tile,
+    )
+    k_BKSMH, v_BKSME = (
+        plan.cut_blocks(x, blocks, layout.block_size, layout.aligned) for x in (k_BKTH, v_BKTE)
+    )
+    part_o, part_lse = _chosen_forward(
+        layout, tiles, q_BKGTH.reshape(B, K, G * T, H), k_BKSMH, v_BKSME, factor, static.soft_cap
+    )
+    slot_BKJR = tiles.slot_BKP.reshape(B, K, J, G * T)
+    slot_JBKR = jnp.moveaxis(slot_BKJR, 2, 0)
+    lse_JBKR = lax.map(lambda slot: _pair_values(part_lse, slot, layout), slot_JBKR)
+    lse_JBKGT = lse_JBKR.reshape(J, B, K, G, T)
+    lse_JBKGT = jnp.where(jnp.moveaxis(chosen_BKJGT, 2, 0) >= 0, lse_JBKGT, -jnp.inf)
+    top_BKGT = jnp.maximum(lse_BKGT, jnp.max(lse_JBKGT, axis=0))
+    total_BKGT = jnp.exp(lse_BKGT - top_BKGT) + jnp.sum(jnp.exp(lse_JBKGT - top_BKGT), axis=0)
+    all_BKGT = top_BKGT + jnp.log(total_BKGT)
+
+    def merge(o_BKGTE, pair):
+        slot, lse = pair
+        part = _pair_values(part_o, slot, layout).reshape(o_BKGTE.shape)
+        return o_BKGTE + jnp.exp(lse - all_BKGT)[..., None] * part, None
+
+    o_BKGTE = o_BKGTE * jnp.exp(lse_BKGT - all_BKGT)[..., None]
+    o_BKGTE, _ = lax.scan(merge, o_BKGTE, (slot_JBKR, lse_JBKGT))
+    return o_BKGTE, all_BKGT, tiles
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static: _Static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks):
+    return _forward(static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks)[0]
+
+
+def _attention_forward(static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks):
+    o, lse, tiles = _forward(static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks)
+    return o, (q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks, o, lse, tiles)
+
+
+def _attention_backward(static, saved, do_BKGTE):
+    q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks, o_BKGTE, lse_BKGT, tiles = saved
+    layout = static.layout
+    B, K, G, T, H = q_BKGTH.shape
+    dtypes = [x.dtype for x in (q_BKGTH, k_BKTH, v_BKTE)]
+    q_BKGTH, factor = _scaled(q_BKGTH, static.scale)
+    delta_BKGT = jnp.sum(do_BKGTE * o_BKGTE, axis=-1)
+    do_BKGTE = do_BKGTE.astype(v_BKTE.dtype)
+    mask = _window_mask(layout, blocks, chosen_BKJGT)
+    rows = (lse_BKGT, do_BKGTE, delta_BKGT)
+    dq, dk, dv = [], 0, 0
+    for w in layout.windows:
+        part = _window_backward(w, q_BKGTH, k_BKTH, v_BKTE, mask, *rows, factor, static.soft_cap)
+        dq.append(part[0])
+        dk, dv = dk + part[1], dv + part[2]
+    dq = jnp.concatenate(dq, axis=3)[:, :, :, :T]
+
+    if tiles is not None:
+        k_BKSMH, v_BKSME = (
+            plan.cut_blocks(x, blocks, layout.block_size, layout.aligned) for x in (k_BKTH, v_BKTE)
+        )
+        rows = (x.reshape(B, K, G * T, *x.shape[4:]) for x in rows)
+        part, dk_BKSMH, dv_BKSME = _chosen_backward(
+            layout,
+            tiles,
+            q_BKGTH.reshape(B, K, G * T, H),
+            k_BKSMH,
+            v_BKSME,
+            *rows,
+            factor,
+            static.soft_cap,
+        )
+        dk = dk + plan.paste_blocks(dk_BKSMH, blocks, T, layout.aligned)
+        dv = dv + plan.paste_blocks(dv_BKSME, blocks, T, layout.aligned)
+
+        def add(dq, pair):
+            slot, chosen = pair
+            value = _pair_values(part, slot, layout).reshape(dq.shape)
+            return dq + jnp.where((chosen >= 0)[..., None], value, 0), None
+
+        slot_BKJR = tiles.slot_BKP.reshape(B, K, layout.choices, G * T)
+        dq, _ = lax.scan(add, dq, (jnp.moveaxis(slot_BKJR, 2, 0), jnp.moveaxis(chosen_BKJGT, 2, 0)))
+    # `_scaled` multiplied the query by this much.
+    dq = dq * (static.scale / factor)
+    dq, dk, dv = (x.astype(t) for x, t in zip((dq, dk, dv), dtypes, strict=True))
+    return dq, dk, dv, None, None
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def attention(
+    q_BTNH,
+    k_BTKH,
+    v_BTKE,
+    *,
+    block_size: int,
+    top_k: int,
+    scale: float,
+    segment_ids_BT=None,
+    soft_cap: float | None = None,
+    path: Literal["dense", "grouped"] | None = None,
+) -> jax.Array:
+    """MoBA of checked arguments, [B, T, N, E] in float32 at least; `path` forces one of the two."""
+    B, T, N, H = q_BTNH.shape
+    K, E = v_BTKE.shape[2:]
+    layout = make_layout(
+        batch=B,
+        length=T,
+        kv_heads=K,
+        groups=N // K,
+        key_width=H,
+        value_width=E,
+        block_size=block_size,
+        top_k=top_k,
+        aligned=segment_ids_BT is None,
+        path=path,
+    )
+    blocks = plan.find_blocks(T, block_size, segment_ids_BT)
+    q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
+    k_BKTH, v_BKTE = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKE))
+    chosen_BKJGT = jnp.zeros((B, K, 0, N // K, T), jnp.int32)
+    if layout.choices:
+        cut = plan.cut_blocks(lax.stop_gradient(k_BKTH), blocks, block_size, layout.aligned)
+        chosen_BKJGT = plan.choose(
+            lax.stop_gradient(q_BKGTH), plan.centroids(cut), blocks, layout.choices
+        )
+        # Named where remat policies see it: the backward pass must use the very same blocks.
+        chosen_BKJGT = checkpoint_name(chosen_BKJGT, "moba_chosen_blocks")
+    static = _Static(layout, scale, soft_cap)
+    o_BKGTE = _attention(static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks)
+    return jnp.transpose(o_BKGTE, (0, 3, 1, 2, 4)).reshape(B, T, N, E)
