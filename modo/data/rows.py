@@ -25,7 +25,7 @@ def _check_indices(indices, num_rows: int) -> np.ndarray:
     return indices
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class StreamRows:
     """All documents end to end, cut every `length` tokens.
 
@@ -75,7 +75,7 @@ class StreamRows:
         }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PackedRows:
     """Whole documents packed into rows, the rest of each row padding.
 
@@ -184,11 +184,11 @@ def plan_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarra
     order, row_sizes = [], []
     while longest(capacity):
         # One way to fill a row: (length, how many), repeated while there are enough of each.
-        fill, space = [], capacity
-        while length := longest(space):
+        fill, space, limit = [], capacity, capacity
+        while length := longest(min(space, limit)):
             many = min(space // length, left[length])
             fill.append((length, many))
-            space = min(space - many * length, length - 1)
+            space, limit = space - many * length, length - 1
         rows = min(left[length] // many for length, many in fill)
         taken = []
         for length, many in fill:
