@@ -110,9 +110,9 @@ class PackedRows:
         # The tokens of all pieces, one after another.
         position = _count_within(length_P)
         source = np.repeat(self.starts[piece_P], length_P) + position
-        tokens_B = np.add.reduceat(length_P, np.cumsum(pieces_B) - pieces_B) if rows_B.size else 0
-        row = np.repeat(np.arange(rows_B.size), tokens_B)
-        place = row * self.length + _count_within(tokens_B) if rows_B.size else source
+        row = np.repeat(np.repeat(np.arange(rows_B.size), pieces_B), length_P)
+        tokens_B = np.bincount(row, minlength=rows_B.size)
+        place = row * self.length + _count_within(tokens_B)
         # The token after the last of the split ends its document.
         target = self.file.tokens[np.minimum(source + 1, self.file.num_tokens - 1)]
         target = np.where(source + 1 == self.file.num_tokens, self.file.bos_token, target)
