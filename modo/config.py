@@ -261,8 +261,8 @@ class DataConfig:
       source: "shakespeare", the built-in corpus, or "text", local UTF-8 files.
       path: for "text": a file, a directory (its *.txt files, recursively) or a glob; each file is
         a document.
-      validation_path: for "text": likewise, held out; None: the last `validation_fraction` of
-        each document.
+      validation_path: for "text": likewise, held out, and not trained on where `path` names the
+        same files; None: the last `validation_fraction` of each document.
       validation_fraction: share of each document held out when there is no validation_path.
       tokenizer: "bytes": 256 byte values and a document-start token.
       packing: "stream": documents end to end, cut every `length` tokens; "documents": documents

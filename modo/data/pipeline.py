@@ -93,9 +93,11 @@ def train_batches(
 
     # `seed` hashes the seed; `shuffle(seed)` itself would make epoch 1 of seed 0 epoch 0 of 1.
     order = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat()
-    shares = order.batch(share)[start_step * process_count + process_index :: process_count]
+    # Rounding the endless length up to whole batches would overflow: drop_remainder.
+    shares = order.batch(share, drop_remainder=True)
+    mine = shares[start_step * process_count + process_index :: process_count]
     options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
-    return iter(shares.map(read).to_iter_dataset(options))
+    return iter(mine.map(read).to_iter_dataset(options))
 
 
 def eval_batches(
@@ -109,18 +111,16 @@ def eval_batches(
     share = _share(batch_size, process_count, "train.eval_batch_size")
 
     def batches() -> Iterator[Batch]:
-        for start in range(process_index * share, _round_up(len(rows), batch_size), batch_size):
-            batch = rows[np.arange(start, min(start + share, max(start, len(rows))))]
+        for start in range(0, len(rows), batch_size):
+            mine = start + process_index * share + np.arange(share)
+            batch = rows[mine[mine < len(rows)]]
             missing = share - len(batch["tokens"])
             yield {
                 f"{name}_BT": np.pad(array, ((0, missing), (0, 0))) for name, array in batch.items()
             }
 
+    # A generator of its own, so that a bad batch size raises here and not at the first batch.
     return batches()
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def _share(batch_size: int, process_count: int, field: str) -> int:

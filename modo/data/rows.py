@@ -25,7 +25,7 @@ def _check_indices(indices, num_rows: int) -> np.ndarray:
     return indices
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class StreamRows:
     """All documents end to end, cut every `length` tokens.
 
@@ -75,7 +75,7 @@ class StreamRows:
         }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PackedRows:
     """Whole documents packed into rows, the rest of each row padding.
 
@@ -110,9 +110,9 @@ class PackedRows:
         # The tokens of all pieces, one after another.
         position = _count_within(length_P)
         source = np.repeat(self.starts[piece_P], length_P) + position
-        tokens_B = np.add.reduceat(length_P, np.cumsum(pieces_B) - pieces_B) if rows_B.size else 0
-        row = np.repeat(np.arange(rows_B.size), tokens_B)
-        place = row * self.length + _count_within(tokens_B) if rows_B.size else source
+        row = np.repeat(np.repeat(np.arange(rows_B.size), pieces_B), length_P)
+        tokens_B = np.bincount(row, minlength=rows_B.size)
+        place = row * self.length + _count_within(tokens_B)
         # The token after the last of the split ends its document.
         target = self.file.tokens[np.minimum(source + 1, self.file.num_tokens - 1)]
         target = np.where(source + 1 == self.file.num_tokens, self.file.bos_token, target)
@@ -184,11 +184,11 @@ def plan_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarra
     order, row_sizes = [], []
     while longest(capacity):
         # One way to fill a row: (length, how many), repeated while there are enough of each.
-        fill, space = [], capacity
-        while length := longest(space):
+        fill, space, limit = [], capacity, capacity
+        while length := longest(min(space, limit)):
             many = min(space // length, left[length])
             fill.append((length, many))
-            space = min(space - many * length, length - 1)
+            space, limit = space - many * length, length - 1
         rows = min(left[length] // many for length, many in fill)
         taken = []
         for length, many in fill:

@@ -102,8 +102,11 @@ class TextFiles:
     Attributes:
       paths: the files.
       part: "whole", "head" (all but the last `fraction`) or "tail" (that rest); a file too short
-        to be cut gives no tail.
+        to be cut is all head.
       fraction: share of a document that is its tail.
+
+    Raises:
+      UserError: those of `read_text`, or the cut leaves no text in any file.
     """
 
     paths: tuple[str, ...]
@@ -111,13 +114,22 @@ class TextFiles:
     fraction: float = 0.0
 
     def __iter__(self) -> Iterator[bytes]:
+        found = False
         for path in self.paths:
             text = read_text(path)
             if self.part != "whole":
                 cut = tail_start(text, self.fraction)
                 text = text[:cut] if self.part == "head" else text[cut:]
             if text:
+                found = True
                 yield text
+        if not found:
+            verb = "leaves nothing to train on" if self.part == "head" else "holds out nothing"
+            where = self.paths[0] + (f" and {len(self.paths) - 1} more" if self.paths[1:] else "")
+            raise UserError(
+                f"data.validation_fraction {self.fraction} {verb} in {where}: too little text; "
+                "change it or set data.validation_path"
+            )
 
 
 def read_text(path: str) -> bytes:

@@ -23,7 +23,7 @@ from modo.errors import UserError
 FORMAT = f"modo tokens 1 {sys.byteorder}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class TokenFile:
     """A tokenised split, read through a memory map that is not pickled.
 
