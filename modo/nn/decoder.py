@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from kernels_pallas.moba import CHOSEN_BLOCKS
 from modo.config import ModelConfig, Routing
 from modo.nn.attention import Attention
 from modo.nn.depth import DepthAux, MixtureOfDepths
@@ -149,9 +148,7 @@ def _make_block(config: ModelConfig, kind: LayerKind, rngs: nnx.Rngs):
         dtype=dtype,
         rngs=rngs,
     )
-    block = Block(
-        attention, mlp, config.d_model, norm_eps=config.norm_eps, dtype=dtype, rngs=rngs
-    )
+    block = Block(attention, mlp, config.d_model, norm_eps=config.norm_eps, dtype=dtype, rngs=rngs)
     if kind.capacity is None:
         return block
     depth = config.depth
@@ -187,11 +184,9 @@ def _remat(function, remat: str):
     if remat == "none":
         return function
     policies = jax.checkpoint_policies
-    policy = policies.save_only_these_names(ROUTED_TOKENS, CHOSEN_BLOCKS)
+    policy = policies.save_only_these_names(ROUTED_TOKENS, "moba_chosen_blocks")
     if remat == "dots":
-        policy = policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable, policy
-        )
+        policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, policy)
     return jax.checkpoint(function, policy=policy)
 
 
@@ -224,9 +219,7 @@ class Decoder(nnx.Module):
             self.blocks = nnx.List([_stack(blocks, stretch) for stretch in self.stretches])
         else:
             self.blocks = nnx.List(blocks)
-        self.norm = nnx.RMSNorm(
-            config.d_model, epsilon=config.norm_eps, dtype=dtype, rngs=rngs
-        )
+        self.norm = nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
         head_init = nnx.initializers.normal(1.0 / config.d_model)
         head = dict(use_bias=False, dtype=dtype, kernel_init=head_init, rngs=rngs)
         self.head = (

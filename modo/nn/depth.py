@@ -49,6 +49,11 @@ def apply_gate(gate: Gate, r: Array) -> Array:
     return jax.nn.sigmoid(r) if gate == "sigmoid" else 1.0 + 0.2 * jnp.tanh(r)
 
 
+def default_predictor_width(d_model: int) -> int:
+    """Hidden units of a predictor where none are given."""
+    return max(16, d_model // 4)
+
+
 class Predictor(nnx.Module):
     """A two-layer MLP that guesses from a token alone whether the router will take it.
 
@@ -141,7 +146,7 @@ class MixtureOfDepths(nnx.Module):
         )
         # The key is drawn either way, so that what is initialised after stays the same.
         predictor_key = rngs.params()
-        width = max(16, d_model // 4) if predictor_width is None else predictor_width
+        width = default_predictor_width(d_model) if predictor_width is None else predictor_width
         self.predictor = (
             Predictor(d_model, width, capacity, rngs=nnx.Rngs(predictor_key)) if predictor else None
         )

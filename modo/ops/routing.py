@@ -160,9 +160,7 @@ def combine(x_BTD: Array, delta_BCD: Array, route: Route) -> Array:
     """Adds the routed tokens' updates; every other token comes back bitwise as it was."""
 
     def row(x_TD, i_C, delta_CD):
-        return x_TD.at[i_C].add(
-            delta_CD, mode="drop", unique_indices=True, indices_are_sorted=True
-        )
+        return x_TD.at[i_C].add(delta_CD, mode="drop", unique_indices=True, indices_are_sorted=True)
 
     return jax.vmap(row)(x_BTD, _slots_or_outside(route), delta_BCD.astype(x_BTD.dtype))
 
@@ -175,4 +173,3 @@ def membership_loss(logits_BT: Array, target_BT: Array, valid_BT: Array) -> Arra
     logits_BT = logits_BT.astype(jnp.float32)
     loss_BT = jax.nn.softplus(logits_BT) - jnp.where(target_BT, logits_BT, 0.0)
     return jnp.sum(jnp.where(valid_BT, loss_BT, 0.0)) / jnp.maximum(jnp.sum(valid_BT), 1)
-

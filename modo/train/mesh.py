@@ -113,4 +113,3 @@ def place_batch(batch: dict[str, np.ndarray], sharding: NamedSharding) -> dict[s
     return {
         name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()
     }
-

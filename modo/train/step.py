@@ -168,4 +168,3 @@ def make_train_step(graphdef, config: Config, mesh: Mesh, abstract_state: TrainS
         out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
         donate_argnums=0,
     )
-

@@ -1,0 +1,33 @@
+"""tiny."""
+
+from modo.config import (
+    Config,
+    DataConfig,
+    DepthConfig,
+    MobaConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+
+
+def get_config() -> Config:
+    return Config(
+        model=ModelConfig(
+            vocab_size=257,
+            d_model=128,
+            num_layers=6,
+            num_heads=4,
+            depth=DepthConfig(every=2, capacity=0.125),
+            moba=MobaConfig(block_size=32, top_k=3),
+            qk_norm=True,
+            scan_layers=True,
+        ),
+        data=DataConfig(mask_documents=False),
+        optimizer=OptimizerConfig(
+            name="muon", learning_rate=0.02, adam_learning_rate=3e-3, warmup_steps=50
+        ),
+        train=TrainConfig(
+            steps=850, batch_size=8, length=256, eval_every=0, checkpoint_every=500, log_every=10
+        ),
+    )

@@ -1,0 +1,138 @@
+"""Command lines: configs by name or path, overrides, and errors as one line."""
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+
+import tyro
+
+import modo
+from modo.config import Config
+from modo.errors import UserError
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Prints a UserError as one line and exits with status 2; Ctrl-C exits with 130."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _config_directories() -> list[pathlib.Path]:
+    """configs/ beside the package in a checkout, inside it once installed."""
+    package = pathlib.Path(modo.__file__).parent
+    return [d for d in (package.parent / "configs", package / "configs") if d.is_dir()]
+
+
+def config_names() -> list[str]:
+    """Names that --config takes."""
+    return sorted(
+        {p.stem for d in _config_directories() for p in d.glob("*.py") if p.stem != "__init__"}
+    )
+
+
+def load_config(name: str) -> Config:
+    """The Config of configs/NAME.py, or of the .py file at a path.
+
+    Raises:
+      UserError: there is none, or the file does not define get_config() -> Config.
+    """
+    if name.endswith(".py"):
+        path = pathlib.Path(name)
+        if not path.is_file():
+            raise UserError(f"config file {name} does not exist")
+    else:
+        found = [d / f"{name}.py" for d in _config_directories() if (d / f"{name}.py").is_file()]
+        if not found or name == "__init__":
+            raise UserError(
+                f"no config {name!r}; there are {', '.join(config_names())}, or give a path to a "
+                ".py file"
+            )
+        path = found[0]
+    spec = importlib.util.spec_from_file_location(f"modo_config_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        config = module.get_config()
+    except UserError as error:
+        raise UserError(f"config {path}: {error}") from None
+    except Exception as error:
+        raise UserError(f"config {path}: {type(error).__name__}: {error}") from error
+    if not isinstance(config, Config):
+        raise UserError(f"config {path}: get_config() returned {type(config).__name__}")
+    return config
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that reports a mistake as one line."""
+
+    def error(self, message: str):
+        raise UserError(message)
+
+
+def parse_train_arguments(arguments: Sequence[str], prog: str = "train.py"):
+    """(Config, workdir) from `--config NAME --workdir DIR [--train.steps 200 ...]`.
+
+    Raises:
+      UserError: an unknown config, field or value.
+      SystemExit: after --help.
+    """
+    parser = _Parser(
+        prog=prog,
+        add_help=False,
+        allow_abbrev=False,
+        usage=f"python {prog} --config NAME --workdir DIR [--train.steps 200 --model.d_model 64 ...]",
+        description="Train a model. Running it again in the same workdir resumes.",
+    )
+    parser.add_argument("--config", help=f"one of {', '.join(config_names())}, or a .py file")
+    parser.add_argument("--workdir", help="where the run keeps its files")
+    parser.add_argument("-h", "--help", action="store_true", help="this; with --config, all fields")
+    known, rest = parser.parse_known_args(arguments)
+    if known.help and known.config is None:
+        parser.print_help()
+        raise SystemExit(0)
+    if known.config is None:
+        raise UserError(f"--config is needed: one of {', '.join(config_names())}, or a .py file")
+    if known.workdir is None and not known.help:
+        raise UserError("--workdir is needed: a directory for the run's files")
+    config = load_config(known.config)
+    return override(config, [*rest, *(["--help"] if known.help else [])], prog), known.workdir
+
+
+def override(config: Config, arguments: Sequence[str], prog: str) -> Config:
+    """Applies `--section.field value` arguments.
+
+    Raises:
+      UserError: an unknown field, or a value of the wrong type or range.
+    """
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return tyro.cli(
+                Config,
+                prog=prog,
+                default=config,
+                args=list(arguments),
+                config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise UserError(_first_complaint(errors.getvalue())) from None
+
+
+def _first_complaint(text: str) -> str:
+    """The gist of tyro's boxed message."""
+    lines = [line.strip(" │╭╮╰╯─") for line in text.splitlines()]
+    lines = [line for line in lines if line and not line.startswith(("Parsing error", "For full"))]
+    return "; ".join(lines[:2]) or "arguments were not understood"

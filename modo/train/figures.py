@@ -1,0 +1,150 @@
+"""Pictures of a run: loss curve, routed tokens along a passage, blocks that heads chose."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from kernels_pallas.moba import choose_blocks
+from modo.config import Config
+from modo.nn.decoder import Decoder, apply_block
+from modo.train.metrics import read_metrics
+
+# Okabe and Ito's colours, told apart by colour-blind readers.
+BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
+
+
+def draw_figures(
+    config: Config, workdir: pathlib.Path, data, graphdef, params
+) -> list[pathlib.Path]:
+    """Draws what there is to see into workdir/figures and returns the files."""
+    directory = workdir / "figures"
+    directory.mkdir(exist_ok=True)
+    paths = [loss_curve(workdir, directory / "loss.png")]
+    row = data.validation[0]
+    tokens_1T, positions_1T, segment_ids_1T = (
+        jnp.asarray(row[name])[None] for name in ("tokens", "positions", "segment_ids")
+    )
+    model = nnx.merge(graphdef, jax.device_get(params))
+    if config.model.depth is not None:
+        routing = "predictor" if config.model.depth.predictor else "top_k"
+        _, aux = model(
+            tokens_1T, positions_BT=positions_1T, segment_ids_BT=segment_ids_1T, routing=routing
+        )
+        characters = [data.tokenizer.decode([t]) for t in np.asarray(tokens_1T[0])]
+        paths.append(
+            routing_map(
+                np.asarray(aux.routed_LBT[:, 0]),
+                characters,
+                config.model.routed_layers,
+                directory / "routing.png",
+            )
+        )
+    full = [i for i in config.model.moba_layers if i not in config.model.routed_layers]
+    if full:
+        paths.append(
+            block_map(
+                model, full[-1], tokens_1T, positions_1T, segment_ids_1T, directory / "blocks.png"
+            )
+        )
+    return paths
+
+
+def _new_figure(rows: int, columns: int, size: tuple[float, float]):
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def loss_curve(workdir: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
+    """Training and held-out loss against step."""
+    records = read_metrics(workdir)
+    figure, axes = _new_figure(1, 1, (6, 4))
+    axis = axes[0, 0]
+    train = [(r["step"], r["loss"]) for r in records if r["split"] == "train"]
+    axis.plot(*zip(*train, strict=True), color=BLUE, linewidth=1, label="training")
+    colours = {"predictor": ORANGE, "top_k": GREEN}
+    for routing in dict.fromkeys(r["routing"] for r in records if r["split"] == "eval"):
+        points = [
+            (r["step"], r["loss"])
+            for r in records
+            if r["split"] == "eval" and r["routing"] == routing
+        ]
+        axis.plot(
+            *zip(*points, strict=True),
+            marker={"predictor": "o", "top_k": "x"}.get(routing, "s"),
+            color=colours.get(routing, "black"),
+            label=f"held out, {routing}",
+        )
+    axis.set(xlabel="step", ylabel="nats a token")
+    losses = [loss for _, loss in train]
+    axis.set_ylim(top=min(max(losses), 2 * min(losses)))
+    axis.legend()
+    axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def routing_map(
+    routed_LT: np.ndarray, characters: list[str], layers: tuple[int, ...], path: pathlib.Path
+) -> pathlib.Path:
+    """Which tokens each routed layer computed, along a passage: filled cells under the text."""
+    width, lines = 64, min(4, -(-routed_LT.shape[1] // 64))
+    height = 0.6 + 0.16 * len(layers)
+    figure, axes = _new_figure(lines, 1, (12, 0.6 + height * lines))
+    for line in range(lines):
+        axis, part = axes[line, 0], slice(line * width, (line + 1) * width)
+        axis.imshow(
+            routed_LT[:, part], aspect="auto", cmap="Blues", vmin=0, vmax=1.3, interpolation="none"
+        )
+        text = ["¶" if c == "\n" else c for c in characters[part]]
+        axis.set_xticks(range(len(text)), text, fontfamily="monospace")
+        axis.xaxis.tick_top()
+        axis.set_yticks(range(len(layers)), [str(layer) for layer in layers])
+        axis.tick_params(length=0)
+        axis.set_ylabel("layer")
+        axis.set_xlim(-0.5, width - 0.5)
+    share = routed_LT.mean()
+    figure.suptitle(f"Tokens computed by each routed layer: {share:.1%} of all")
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def block_map(
+    model: Decoder, layer: int, tokens_1T, positions_1T, segment_ids_1T, path: pathlib.Path
+) -> pathlib.Path:
+    """Which past blocks the heads of one layer chose for each token."""
+    x_1TD = model.embedding(tokens_1T)
+    for below in range(layer):
+        x_1TD, _ = apply_block(model.block(below), x_1TD, positions_1T, segment_ids_1T)
+    block = model.block(layer)
+    attention = block.attention
+    q_1TNH, k_1TKH = attention.queries_and_keys(block.attention_norm(x_1TD), positions_1T)
+    start, valid = choose_blocks(
+        q_1TNH,
+        k_1TKH,
+        block_size=attention.block_size,
+        top_k=attention.top_k,
+        segment_ids=segment_ids_1T,
+    )
+    start_TNJ, valid_TNJ = np.asarray(start[0]), np.asarray(valid[0])
+    length, heads = tokens_1T.shape[1], min(4, start_TNJ.shape[1])
+    size = attention.block_size
+    figure, axes = _new_figure(1, heads, (3 * heads + 0.5, 3.4))
+    for head in range(heads):
+        seen_TT = np.zeros((length, length))
+        for t in range(length):
+            seen_TT[t, t // size * size : t + 1] = 0.4
+            for start, ok in zip(start_TNJ[t, head], valid_TNJ[t, head], strict=True):
+                if ok:
+                    seen_TT[t, start : start + size] = 1.0
+        axis = axes[0, head]
+        axis.imshow(seen_TT, cmap="Blues", vmin=0, vmax=1.3, interpolation="none")
+        axis.set(title=f"head {head}", xlabel="key")
+    axes[0, 0].set_ylabel("query")
+    figure.suptitle(f"Layer {layer}: own block (light) and chosen blocks of {size} keys (dark)")
+    figure.savefig(path, dpi=150)
+    return path

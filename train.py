@@ -1,0 +1,12 @@
+"""Trains a model: python train.py --config tiny --workdir runs/tiny [--train.steps 200 ...]"""
+
+import sys
+
+from modo.train.cli import one_line_errors, parse_train_arguments
+
+if __name__ == "__main__":
+    with one_line_errors():
+        config, workdir = parse_train_arguments(sys.argv[1:])
+        from modo.train.loop import run
+
+        run(config, workdir)
