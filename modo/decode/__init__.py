@@ -1,0 +1,5 @@
+"""Generation."""
+
+from modo.decode.generate import generate
+
+__all__ = ["generate"]

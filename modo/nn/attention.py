@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from modo.nn.rope import rotary_embedding
 from modo.ops.attention import causal_attention
 from modo.ops.moba import moba_attention
-from modo.nn.rope import rotary_embedding
 
 
 class Attention(nnx.Module):

@@ -273,10 +273,8 @@ class Decoder(nnx.Module):
     def logits(self, x_BTD: Array) -> Array:
         """Logits [B, T, V] float32 of the last block's output."""
         x_BTD = self.norm(x_BTD)
-        if self.head is None:
-            weight_DV = self.embedding.embedding[...].T
-        else:
-            weight_DV = self.head.kernel[...]
+        tied = self.head is None
+        weight_DV = self.embedding.embedding[...].T if tied else self.head.kernel[...]
         logits_BTV = jnp.einsum(
             "btd,dv->btv",
             x_BTD,

@@ -35,7 +35,7 @@ class Route:
 
 
 def capacity_slots(capacity: float, length: int) -> int:
-    """C: the tokens that a row of `length` tokens routes, clip(round(capacity * length), 1, length)."""
+    """C, the tokens that a row routes: clip(round(capacity * length), 1, length)."""
     return max(1, min(length, round(capacity * length)))
 
 

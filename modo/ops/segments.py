@@ -11,7 +11,8 @@ def document_runs(segment_ids_BT: Array) -> Array:
       segment_ids_BT: int; 0 is padding.
 
     Returns:
-      int32 [B, T]: 1, 2, ... from run to run, 0 at padding. [1, 1, 2, 2, 1, 1] -> [1, 1, 2, 2, 3, 3].
+      int32 [B, T]: 1, 2, ... from run to run, 0 at padding: [1, 1, 2, 2, 1, 1] becomes
+      [1, 1, 2, 2, 3, 3].
     """
     previous_BT = jnp.pad(segment_ids_BT[:, :-1], ((0, 0), (1, 0)))
     starts_BT = (segment_ids_BT != previous_BT) & (segment_ids_BT != 0)

@@ -73,7 +73,7 @@ def load_config(name: str) -> Config:
     return config
 
 
-class _Parser(argparse.ArgumentParser):
+class LineParser(argparse.ArgumentParser):
     """argparse that reports a mistake as one line."""
 
     def error(self, message: str):
@@ -87,11 +87,11 @@ def parse_train_arguments(arguments: Sequence[str], prog: str = "train.py"):
       UserError: an unknown config, field or value.
       SystemExit: after --help.
     """
-    parser = _Parser(
+    parser = LineParser(
         prog=prog,
         add_help=False,
         allow_abbrev=False,
-        usage=f"python {prog} --config NAME --workdir DIR [--train.steps 200 --model.d_model 64 ...]",
+        usage=f"python {prog} --config NAME --workdir DIR [--train.steps 200 ...]",
         description="Train a model. Running it again in the same workdir resumes.",
     )
     parser.add_argument("--config", help=f"one of {', '.join(config_names())}, or a .py file")

@@ -137,7 +137,7 @@ def _statistics(total: dict[str, np.ndarray]) -> tuple[dict[str, float], list[fl
 
 
 def _position_share(routed_LT: np.ndarray, valid_T: np.ndarray) -> float:
-    """Variance of the share routed over positions, less what chance gives, over the most it can be."""
+    """Variance of the share routed over positions, less chance's, over the most it can be."""
     positions = valid_T > 1
     if not positions.any():
         return math.nan

@@ -17,17 +17,17 @@ def write_report(config: Config, workdir: pathlib.Path, data, graphdef, state, m
     step = int(state.step)
     records = read_metrics(workdir)
     evaluations = {r["routing"]: r for r in records if r["split"] == "eval" and r["step"] == step}
-    if config.model.depth is not None and config.model.depth.router_loss_weight > 0:
-        if "router" not in evaluations:
-            result = evaluate(
-                graphdef,
-                state.params,
-                data.validation,
-                mesh,
-                routing="router",
-                batch_size=config.train.eval_batch_size,
-            )
-            evaluations["router"] = {"loss": result.loss, **result.statistics}
+    depth = config.model.depth
+    if depth is not None and depth.router_loss_weight > 0 and "router" not in evaluations:
+        result = evaluate(
+            graphdef,
+            state.params,
+            data.validation,
+            mesh,
+            routing="router",
+            batch_size=config.train.eval_batch_size,
+        )
+        evaluations["router"] = {"loss": result.loss, **result.statistics}
     log.say(_table(config, records, evaluations))
     if jax.process_index() == 0:
         paths = draw_figures(config, workdir, data, graphdef, state.params)
