@@ -63,7 +63,7 @@ def complete_steps(manager: ocp.CheckpointManager) -> list[int]:
     directory = pathlib.Path(str(manager.directory))
     return sorted(
         step
-        for step in manager.all_steps(read=True)
+        for step in manager.all_steps()
         if all((directory / str(step) / item).is_dir() for item in ("params", "rest"))
     )
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import importlib.util
 import io
+import logging
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,11 @@ from modo.errors import UserError
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Prints a UserError as one line and exits with status 2; Ctrl-C exits with 130."""
+    """Prints a UserError as one line and exits with status 2; Ctrl-C exits with 130.
+
+    Orbax's remarks on its own options, logged as warnings, are kept off the screen.
+    """
+    logging.getLogger("absl").setLevel(logging.ERROR)
     try:
         yield
     except UserError as error:
@@ -132,7 +137,11 @@ def override(config: Config, arguments: Sequence[str], prog: str) -> Config:
 
 
 def _first_complaint(text: str) -> str:
-    """The gist of tyro's boxed message."""
-    lines = [line.strip(" │╭╮╰╯─") for line in text.splitlines()]
-    lines = [line for line in lines if line and not line.startswith(("Parsing error", "For full"))]
-    return "; ".join(lines[:2]) or "arguments were not understood"
+    """The first paragraph of tyro's boxed message, and what it suggests, in one line."""
+    lines = [line.strip(" │╭╮╰╯") for line in text.splitlines()][1:]
+    ends = [i for i, line in enumerate(lines) if not line.strip("─")] or [len(lines)]
+    complaint = " ".join(lines[: ends[0]]) or "arguments were not understood"
+    if "Perhaps you meant:" in lines:
+        suggestion = lines[lines.index("Perhaps you meant:") + 1].split()[0]
+        complaint += f"; perhaps you meant {suggestion}"
+    return complaint
