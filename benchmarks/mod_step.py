@@ -33,9 +33,7 @@ from modo.train.step import init_state, make_state, make_train_step
 def make_config(depth: DepthConfig | None, layers: int, batch: int) -> Config:
     """A byte model of width 512 on rows of 2048 tokens."""
     return Config(
-        model=ModelConfig(
-            vocab_size=257, d_model=512, num_layers=layers, num_heads=8, depth=depth
-        ),
+        model=ModelConfig(vocab_size=257, d_model=512, num_layers=layers, num_heads=8, depth=depth),
         optimizer=OptimizerConfig(name="adamw"),
         mesh=MeshConfig(),
         train=TrainConfig(batch_size=batch, length=2048, steps=1000),

@@ -83,8 +83,10 @@ def _check(model, prompts_BT, lengths_B, max_new_tokens, routing, temperature, k
         )
     if shortest == 0 and bos_token is None:
         raise ValueError("a prompt of length 0 needs a bos_token")
-    used_BT = jnp.arange(prompts_BT.shape[1]) < lengths_B[:, None]
     vocab = model.config.vocab_size
+    if bos_token is not None and not 0 <= bos_token < vocab:
+        raise ValueError(f"bos_token must be in [0, {vocab}), got {bos_token}")
+    used_BT = jnp.arange(prompts_BT.shape[1]) < lengths_B[:, None]
     bad_BT = used_BT & ((prompts_BT < 0) | (prompts_BT >= vocab))
     if bool(bad_BT.any()):
         raise ValueError(f"tokens must be in [0, {vocab}), got {int(prompts_BT[bad_BT][0])}")

@@ -156,7 +156,7 @@ def make_train_step(graphdef, config: Config, mesh: Mesh, abstract_state: TrainS
         metrics, grads = loss_and_gradients(state.params, graphdef, batch, key, config)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics["gradient_norm"] = optax.global_norm(grads)
+        metrics["gradient_norm"] = optax.tree.norm(grads)
         finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["gradient_norm"])
         metrics["finite"] = finite.astype(jnp.float32)
         return TrainState(state.step + 1, params, opt_state), metrics

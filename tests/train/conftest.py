@@ -1,0 +1,46 @@
+"""A model and corpus small enough that a whole run takes seconds."""
+
+import pytest
+
+from modo.config import (
+    Config,
+    DataConfig,
+    DepthConfig,
+    MobaConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from modo.train.loop import run
+
+
+@pytest.fixture(scope="session")
+def small_config(tmp_path_factory) -> Config:
+    """Six steps of a MoD + MoBA model with router noise on two short documents."""
+    directory = tmp_path_factory.mktemp("corpus")
+    for name, word in (("a", "the quick brown fox "), ("b", "jumps over the lazy dog ")):
+        (directory / f"{name}.txt").write_text("".join(f"{i} {word}\n" for i in range(150)))
+    return Config(
+        model=ModelConfig(
+            vocab_size=257,
+            d_model=16,
+            num_layers=4,
+            num_heads=2,
+            d_ff=32,
+            depth=DepthConfig(capacity=0.25, noise=0.1),
+            moba=MobaConfig(block_size=8, top_k=2),
+            scan_layers=True,
+        ),
+        data=DataConfig(source="text", path=str(directory), cache_dir=str(directory / "cache")),
+        optimizer=OptimizerConfig(learning_rate=0.01, warmup_steps=2),
+        train=TrainConfig(
+            steps=6, batch_size=4, length=32, eval_every=3, checkpoint_every=3, log_every=1
+        ),
+    )
+
+
+@pytest.fixture(scope="session")
+def finished_run(small_config, tmp_path_factory):
+    """(config, workdir, final state) of an uninterrupted run; tests must not change it."""
+    workdir = tmp_path_factory.mktemp("run")
+    return small_config, workdir, run(small_config, workdir)

@@ -1,0 +1,244 @@
+"""What a finished run leaves behind, and the programs that open it."""
+
+import dataclasses
+import json
+import math
+import runpy
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import modo
+import modo.evaluate
+import modo.sample
+from modo.config import MeshConfig
+from modo.data import open_data
+from modo.errors import UserError
+from modo.ops.losses import cross_entropy
+from modo.train import figures
+from modo.train.evaluation import evaluate
+from modo.train.mesh import make_mesh
+from modo.train.metrics import read_metrics
+from tests.train.helpers import ROOT, subprocess_environment
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(scope="module")
+def model(finished_run):
+    return modo.load(finished_run[1])
+
+
+def test_workdir_holds_what_it_promises(finished_run):
+    config, workdir, _ = finished_run
+    names = {path.name for path in workdir.iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "checkpoints", "figures"}
+    figure_names = {path.name for path in (workdir / "figures").iterdir()}
+    assert figure_names == {"loss.png", "routing.png", "blocks.png"}
+    records = read_metrics(workdir)
+    assert [r["step"] for r in records if r["split"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert [(r["step"], r["routing"]) for r in records if r["split"] == "eval"] == [
+        (step, routing) for step in (3, 6) for routing in config.train.eval_routings
+    ]
+
+
+def test_load_gives_the_trained_parameters(finished_run, model):
+    _, workdir, state = finished_run
+    for mine, theirs in zip(
+        jax.tree.leaves(nnx.state(model)), jax.tree.leaves(state.params), strict=True
+    ):
+        np.testing.assert_array_equal(mine, theirs)
+    early = nnx.state(modo.load(workdir, step=3))
+    assert any(
+        (np.asarray(a) != np.asarray(b)).any()
+        for a, b in zip(jax.tree.leaves(early), jax.tree.leaves(state.params), strict=True)
+    )
+    assert modo.load_tokenizer(workdir).vocab_size == 257
+
+
+def test_load_names_what_is_missing(finished_run, tmp_path):
+    _, workdir, _ = finished_run
+    with pytest.raises(UserError, match="no checkpoint of step 4; there are 3, 6"):
+        modo.load(workdir, step=4)
+    with pytest.raises(UserError, match="holds no run"):
+        modo.load(tmp_path)
+
+
+def test_held_out_loss_counts_each_token_once(finished_run, model):
+    """Against a plain float64 sum over the rows, and whatever the batch size."""
+    config, workdir, _ = finished_run
+    data = open_data(config.data, config.train.length)
+    graphdef, params = nnx.split(model)
+    results = {
+        (routing, batch_size): evaluate(
+            graphdef,
+            params,
+            data.validation,
+            make_mesh(MeshConfig()),
+            routing=routing,
+            batch_size=batch_size,
+        )
+        for routing in ("predictor", "top_k")
+        for batch_size in (1, 3, 64)
+    }
+    rows = data.validation[np.arange(len(data.validation))]
+    for routing in ("predictor", "top_k"):
+        logits, aux = jax.jit(
+            lambda tokens, positions, segment_ids, routing=routing: model(
+                tokens, positions_BT=positions, segment_ids_BT=segment_ids, routing=routing
+            )
+        )(rows["tokens"], rows["positions"], rows["segment_ids"])
+        nats, _ = cross_entropy(logits, rows["targets"])
+        weights = rows["weights"].astype(np.float64)
+        expected = (np.asarray(nats, np.float64) * weights).sum() / weights.sum()
+        for batch_size in (1, 3, 64):
+            result = results[routing, batch_size]
+            assert result.loss == pytest.approx(expected, rel=1e-6)
+            assert result.tokens == weights.sum()
+            assert result.statistics == pytest.approx(results[routing, 1].statistics, abs=1e-6)
+        valid = rows["segment_ids"] != 0
+        share = np.asarray(aux.routed_LBT).sum() / (2 * valid.sum())
+        assert results[routing, 1].statistics["fraction"] == pytest.approx(share)
+        assert math.isclose(sum(results[routing, 1].score_histogram), 1.0, rel_tol=1e-6)
+    recorded = {r["routing"]: r["loss"] for r in read_metrics(workdir) if r["split"] == "eval"}
+    assert recorded["predictor"] == pytest.approx(results["predictor", 1].loss, rel=1e-6)
+
+
+def test_evaluate_command(finished_run, tmp_path, capsys):
+    _, workdir, _ = finished_run
+    file = tmp_path / "evaluation.json"
+    routings = ["predictor", "top_k", "router", "random"]
+    modo.evaluate.main(["--workdir", str(workdir), "--routing", *routings, "--json", str(file)])
+    values = json.loads(file.read_text())
+    assert list(values) == routings
+    recorded = {r["routing"]: r["loss"] for r in read_metrics(workdir) if r["split"] == "eval"}
+    for routing in ("predictor", "top_k"):
+        assert values[routing]["loss"] == pytest.approx(recorded[routing], rel=1e-6)
+    assert "trained without its auxiliary loss" in capsys.readouterr().out
+
+
+def test_sample_command(finished_run, capsys):
+    _, workdir, _ = finished_run
+    arguments = ["--workdir", str(workdir), "--prompt", "the ", "--tokens", "5"]
+    modo.sample.main(arguments)
+    first = capsys.readouterr().out
+    modo.sample.main(arguments)
+    assert first.startswith("the ") and capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "0"], "--tokens must be at least 1"),
+        (["--temperature", "-1"], "--temperature must not be negative"),
+        (["--temperature", "nan"], "--temperature must not be negative"),
+        (["--step", "5"], "no checkpoint of step 5"),
+        (["--routing", "top_k"], "invalid choice"),
+    ],
+)
+def test_sample_command_on_bad_input(finished_run, arguments, message):
+    with pytest.raises(UserError, match=message):
+        modo.sample.main(["--workdir", str(finished_run[1]), *arguments])
+
+
+def test_prediction_scores_against_counting(finished_run, model):
+    config, _, _ = finished_run
+    data = open_data(config.data, config.train.length)
+    graphdef, params = nnx.split(model)
+    # A predictor that is neither always right nor always silent.
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, p: p + 2.0 if "score" in str(path) and "bias" in str(path) else p, params
+    )
+    result = evaluate(
+        graphdef, params, data.validation, make_mesh(MeshConfig()), routing="top_k", batch_size=4
+    )
+    rows = data.validation[np.arange(len(data.validation))]
+    _, aux = nnx.merge(graphdef, params)(
+        jnp.asarray(rows["tokens"]),
+        positions_BT=jnp.asarray(rows["positions"]),
+        segment_ids_BT=jnp.asarray(rows["segment_ids"]),
+    )
+    valid = np.broadcast_to(rows["segment_ids"] != 0, aux.routed_LBT.shape)
+    routed = np.asarray(aux.routed_LBT)[valid]
+    predicted = (np.asarray(aux.predictor_logits_LBT) > 0)[valid]
+    hits = (routed & predicted).sum()
+    assert 0 < hits < routed.sum()
+    statistics = result.statistics
+    assert statistics["accuracy"] == pytest.approx((routed == predicted).mean())
+    assert statistics["precision"] == pytest.approx(hits / predicted.sum())
+    assert statistics["recall"] == pytest.approx(hits / routed.sum())
+    assert statistics["always_skip_accuracy"] == pytest.approx(1 - routed.mean())
+
+
+def test_position_share_tells_position_from_chance():
+    from modo.train.evaluation import _position_share
+
+    valid_T = np.full(64, 100)
+    by_position_LT = np.zeros((1, 64))
+    by_position_LT[0, ::8] = 100
+    assert _position_share(by_position_LT, valid_T) == pytest.approx(1.0)
+    by_chance_LT = np.random.default_rng(0).binomial(100, 0.125, (1, 64))
+    assert _position_share(by_chance_LT, valid_T) < 0.01
+
+
+def test_figures_show_what_was_routed(tmp_path):
+    from matplotlib.image import imread
+
+    routed_LT = np.zeros((2, 64), bool)
+    empty = imread(figures.routing_map(routed_LT, ["a"] * 64, (1, 3), tmp_path / "a.png"))
+    routed_LT[0, :32] = True
+    half = imread(figures.routing_map(routed_LT, ["a"] * 64, (1, 3), tmp_path / "b.png"))
+    blue_empty, blue_half = ((image[..., 0] < 0.3).mean() for image in (empty, half))
+    assert blue_half > blue_empty + 0.1
+
+
+def test_train_program(finished_run, tmp_path):
+    """The entry point end to end, in a process of its own, from another directory."""
+    config, _, _ = finished_run
+    (tmp_path / "mine.py").write_text(
+        "from modo import config\n"
+        "def get_config():\n"
+        f"    return config.from_json({modo.config.to_json(config)!r})\n"
+    )
+    command = [sys.executable, str(ROOT / "train.py"), "--config", "mine.py", "--workdir", "run"]
+    result = subprocess.run(
+        [*command, "--train.steps", "2", "--model.moba.top_k", "1"],
+        env=subprocess_environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "step 2/2" in result.stdout and "predictor against top_k" in result.stdout
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["model"]["moba"]["top_k"] == 1 and saved["train"]["steps"] == 2
+
+
+def test_importing_modo_starts_nothing():
+    program = (
+        "import sys, modo\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge._backends, xla_bridge._backends\n"
+        "heavy = {'tensorflow', 'tensorflow_datasets', 'grain', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", program], env=subprocess_environment(), check=True)
+
+
+def test_every_public_name_is_there():
+    for name in modo.__all__:
+        assert getattr(modo, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = modo.nothing
+
+
+def test_mod_step_benchmark_compares_twins():
+    module = runpy.run_path(str(ROOT / "benchmarks" / "mod_step.py"))
+    dense = module["make_config"](None, 4, 1)
+    mod = module["make_config"](modo.DepthConfig(), 4, 1)
+    assert dataclasses.replace(mod.model, depth=None) == dense.model
