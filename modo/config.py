@@ -55,9 +55,17 @@ def _require_at_least(config, least, *names: str) -> None:
         value = getattr(config, name)
         if value is not None:
             _require(
-                value >= least and not math.isnan(value),
-                f"{type(config).__name__}.{name} must be at least {least}, got {value}",
+                least <= value < math.inf,
+                f"{type(config).__name__}.{name} must be finite and at least {least}, got {value}",
             )
+
+
+def _require_layers(config) -> None:
+    layers = config.layers
+    _require(
+        layers is None or (list(layers) == sorted(set(layers)) and min(layers, default=0) >= 0),
+        f"{type(config).__name__}.layers must be increasing block numbers, got {layers}",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +112,7 @@ class DepthConfig:
                 0 < c <= 1,
                 f"DepthConfig.capacity is a fraction of the tokens in (0, 1], got {c}",
             )
-        if self.layers is not None:
-            _require(
-                list(self.layers) == sorted(set(self.layers)) and min(self.layers, default=0) >= 0,
-                f"DepthConfig.layers must be increasing block numbers, got {self.layers}",
-            )
+        _require_layers(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +137,7 @@ class MobaConfig:
         _check_types(self)
         _require_at_least(self, 1, "block_size", "top_k")
         _require_at_least(self, 0, "last_full")
+        _require_layers(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +208,8 @@ class ModelConfig:
         for name in ("attention_soft_cap", "logit_soft_cap", "rope_theta", "norm_eps"):
             value = getattr(self, name)
             _require(
-                value is None or value > 0, f"ModelConfig.{name} must be positive, got {value}"
+                value is None or 0 < value < math.inf,
+                f"ModelConfig.{name} must be positive, got {value}",
             )
         for name in ("depth", "moba"):
             layers = getattr(getattr(self, name), "layers", None) or ()
@@ -454,6 +460,9 @@ def _from_dict(cls, values: dict):
     hints = typing.get_type_hints(cls)
     unknown = sorted(set(values) - set(hints))
     _require(not unknown, f"{cls.__name__} has no field {', '.join(unknown)}")
+    needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+    missing = [name for name in needed if name not in values]
+    _require(not missing, f"{cls.__name__} lacks {', '.join(missing)}")
     return cls(**{name: _from_value(hints[name], value) for name, value in values.items()})
 
 
@@ -461,7 +470,8 @@ def from_json(text: str) -> Config:
     """Reads what `to_json` wrote.
 
     Raises:
-      UserError: not JSON, a field this version does not know, or a value that fails a check.
+      UserError: not JSON, a field that is missing or that this version does not know, or a
+        value that fails a check.
     """
     try:
         values = json.loads(text)
