@@ -2,9 +2,9 @@
 
 Everything here is plain jax.numpy on small arrays, and is not differentiated.
 
-Axes: B batch, T tokens, K key heads, G query heads a key head, H head width, S candidate blocks, M tokens of a
-block, J choices (top_k - 1), R rows (one a query head and token, r = g * T + t), P pairs of a row
-and a block it chose (p = j * R + r), Z tiles, U rows of a tile.
+Axes: B batch, T tokens, K key heads, G query heads a key head, H head width, S candidate blocks,
+M tokens of a block, J choices (top_k - 1), R rows (one a query head and token, r = g * T + t),
+P pairs of a row and a block it chose (p = j * R + r), Z tiles, U rows of a tile.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,8 @@
 """MoBA in plain XLA: no T x T buffer, no atomics, and the same bits in every run.
 
-Two paths give the same result. The dense path takes tiles of queries against all keys under the exact
-mask; it is for short rows. The grouped path attends to the own block in windows of keys, and to
-chosen blocks in tiles of queries that chose the same one, and merges by log-sum-exp.
+Two paths give the same result. The dense path takes tiles of queries against all keys under the
+exact mask; it is for short rows. The grouped path attends to the own block in windows of keys, and
+to chosen blocks in tiles of queries that chose the same one, and merges by log-sum-exp.
 
 Axes: see plan.py; L keys of a window, E value width, W tiles of a step, Q rows of a step.
 """
@@ -26,8 +26,9 @@ _MAX_TILE = 128
 # Scores of a step of the grouped path, which takes several tiles when they are small.
 _STEP_ELEMENTS = 1 << 18
 _MAX_STEP_TILES = 64
-# A longest-first list of causal prefixes of the keys saves arithmetic; each is compiled by itself.
-_PREFIXES = 4
+# The dense path cuts the row into parts that each end their keys where they end: that saves
+# arithmetic, and each part is compiled by itself.
+_PARTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Layout:
 def _dense_windows(length: int) -> tuple[Windows, ...]:
     tiles = -(-length // _WINDOW_ROWS)
     rows = -(-length // tiles)
-    parts = min(_PREFIXES, tiles)
+    parts = min(_PARTS, tiles)
     edges = [tiles * i // parts for i in range(parts + 1)]
     return tuple(
         Windows(a * rows, b - a, rows, b * rows, front=0, align=tiles * rows)
@@ -200,7 +201,7 @@ def _scores(q, k, factor, soft_cap):
 
 
 def _attend(q, k, v, mask, factor, soft_cap):
-    """Attention [..., Q, E] and log-sum-exp [..., Q] of the keys at hand; zeros where all is masked."""
+    """Attention [..., Q, E] and log-sum-exp [..., Q] of these keys; zeros where all are masked."""
     s, _ = _scores(q, k, factor, soft_cap)
     if mask is not None:
         s = jnp.where(mask, s, -jnp.inf)
