@@ -1,4 +1,4 @@
-"""MoBA one token at a time in NumPy float64, with its gradient: what every implementation must equal."""
+"""MoBA one token at a time in NumPy float64, with its gradient."""
 
 import numpy as np
 
@@ -16,7 +16,8 @@ def block_bounds(segments_T, block_size):
 def moba(q, k, v, do, *, block_size, top_k, scale, segments=None, soft_cap=None):
     """Returns out, (dq, dk, dv), starts of chosen blocks {(b, t, n): best first}, gap [B, T, N].
 
-    gap is the score of the last chosen block less that of the first left out, infinite where there is none.
+    gap is the score of the last chosen block less that of the first left out, infinite where there
+    is none.
     """
     q, k, v, do = (np.asarray(x).astype(np.float64) for x in (q, k, v, do))
     B, T, N, _ = q.shape
