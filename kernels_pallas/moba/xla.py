@@ -493,19 +493,20 @@ class _Static:
     soft_cap: float | None
 
 
-def _scaled(q, scale):
-    """The query with the scale folded in, and the factor left for the scores."""
-    if jnp.finfo(q.dtype).bits >= 32:
-        return q * jnp.asarray(scale, q.dtype), 1.0
-    # Powers of two lose nothing in a narrow type.
+def _split_scale(scale, dtype) -> tuple[float, float]:
+    """The scale as a multiplier of queries and a factor of scores."""
+    if jnp.finfo(dtype).bits >= 32:
+        return scale, 1.0
+    # A power of two loses nothing in a narrow type.
     factor, exponent = math.frexp(scale)
-    return q * jnp.asarray(2.0**exponent, q.dtype), factor
+    return 2.0**exponent, factor
 
 
 def _forward(static: _Static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks):
     layout = static.layout
     B, K, G, T, H = q_BKGTH.shape
-    q_BKGTH, factor = _scaled(q_BKGTH, static.scale)
+    multiplier, factor = _split_scale(static.scale, q_BKGTH.dtype)
+    q_BKGTH = q_BKGTH * multiplier
     mask = _window_mask(layout, blocks, chosen_BKJGT)
     parts = [
         _window_forward(w, q_BKGTH, k_BKTH, v_BKTE, mask, factor, static.soft_cap)
@@ -563,7 +564,8 @@ def _attention_backward(static, saved, do_BKGTE):
     layout = static.layout
     B, K, G, T, H = q_BKGTH.shape
     dtypes = [x.dtype for x in (q_BKGTH, k_BKTH, v_BKTE)]
-    q_BKGTH, factor = _scaled(q_BKGTH, static.scale)
+    multiplier, factor = _split_scale(static.scale, q_BKGTH.dtype)
+    q_BKGTH = q_BKGTH * multiplier
     delta_BKGT = jnp.sum(do_BKGTE * o_BKGTE, axis=-1)
     rows = _Rows(top_BKGT, inverse_BKGT, do_BKGTE.astype(v_BKTE.dtype), delta_BKGT)
     mask = _window_mask(layout, blocks, chosen_BKJGT)
@@ -599,8 +601,7 @@ def _attention_backward(static, saved, do_BKGTE):
 
         slot_BKJR = tiles.slot_BKP.reshape(B, K, layout.choices, G * T)
         dq, _ = lax.scan(add, dq, (jnp.moveaxis(slot_BKJR, 2, 0), jnp.moveaxis(chosen_BKJGT, 2, 0)))
-    # `_scaled` multiplied the query by this much.
-    dq = dq * (static.scale / factor)
+    dq = dq * multiplier
     dq, dk, dv = (x.astype(t) for x, t in zip((dq, dk, dv), dtypes, strict=True))
     return dq, dk, dv, None, None
 

@@ -371,6 +371,25 @@ def test_scale_does_not_change_the_choice(implementation):
 
 
 @pytest.mark.parametrize("path", XLA_PATHS)
+def test_exact_at_large_scores(path):
+    """Whole numbers make scores of 3e5 exact, and then probabilities and gradients are."""
+    T, M = 45, 8
+    rng = np.random.default_rng(0)
+    q = jnp.full((1, T, 4, 8), 2.0**9)
+    k = jnp.asarray(rng.integers(0, 3, (1, T, 2, 8)) / 2**9 + 2**6 * 1.5, jnp.float32)
+    v, do = inputs(1, T, 4, 2, 8, 8)[2:]
+    options = {"block_size": M, "top_k": 3, "scale": 1.0}
+    *_, gap = moba_numpy.moba(q, k, v, do, **options)
+    do = jnp.where(jnp.asarray(gap > 0.01)[..., None], do, 0)
+    truth, expected, _, gap = moba_numpy.moba(q, k, v, do, **options)
+    clear = (gap > 0.01)[..., None]
+    out, gradients = out_and_gradients(path, q, k, v, do, **options)
+    assert_close(np.where(clear, out, 0), np.where(clear, truth, 0), 2e-5)
+    # dk is a sum of products with 2 ** 9 and cancels; v's gradient is the probabilities alone.
+    assert_close(gradients[2], expected[2], 2e-5)
+
+
+@pytest.mark.parametrize("path", XLA_PATHS)
 def test_one_block_for_all_and_blocks_for_none(path):
     """Every query that can chooses block 1; blocks 2 and 3 are nobody's but their own queries'."""
     T, M = 64, 16
@@ -578,11 +597,11 @@ def test_no_buffer_of_queries_by_blocks(segments):
 @pytest.mark.parametrize("segments", [False, True])
 def test_memory_grows_with_pairs(segments):
     sizes = {}
-    for T in (4096, 8192, 16384):
+    for T in (8192, 16384) if segments else (4096, 8192, 16384):
         f = jax.jit(grouped_gradient(64, 3, segments), compiler_options=FAST_COMPILE)
         memory = f.lower(*shapes(1, T, 2, 1, 32, 32)).compile().memory_analysis()
         sizes[T] = memory.temp_size_in_bytes
-    assert sizes[8192] < 2.3 * sizes[4096] and sizes[16384] < 2.3 * sizes[8192]
+    assert all(size < 2.3 * sizes.get(T // 2, size) for T, size in sizes.items())
     # Eight float32 arrays of all pairs' partial gradients; scores of T x T would be 2 GiB.
     assert sizes[16384] < 8 * 2 * 16384 * 2 * 32 * 4
 
@@ -645,13 +664,12 @@ def test_remat_keeps_the_choice(path):
         assert_close(a, e, 1e-6)
 
 
-@pytest.mark.parametrize("path", XLA_PATHS)
-def test_scan_over_layers(path):
+def test_scan_over_layers():
     """One scanned layer after another equals calling them one by one."""
     q, k, v, do = inputs(1, 40, 2, 2, 8, 8)
 
     def layer(x, weight):
-        return traced(path, x, k * weight, v, block_size=8, top_k=3) + x
+        return traced("grouped", x, k * weight, v, block_size=8, top_k=3) + x
 
     def scanned(x, weights):
         step = jax.checkpoint(lambda x, w: (layer(x, w), None))
@@ -680,7 +698,8 @@ def test_dispatch_tables(seed):
     chosen[rng.random(chosen.shape) < 0.3] = -1
     chosen[chosen == 2] = -1
     num_tiles = rows * J // tile + S
-    tiles = plan.dispatch(jnp.asarray(chosen.reshape(1, 1, -1)), rows, S, num_tiles, tile)
+    dispatch = jax.jit(plan.dispatch, static_argnums=(1, 2, 3, 4))
+    tiles = dispatch(jnp.asarray(chosen.reshape(1, 1, -1)), rows, S, num_tiles, tile)
     block, row, slot = (np.asarray(x)[0, 0] for x in tiles)
     valid = chosen.reshape(-1) >= 0
     assert len(set(slot[valid])) == valid.sum()
@@ -698,7 +717,8 @@ def test_candidates_of_random_documents(block_size):
     T = 41
     ids = rng.integers(0, 3, (6, T))
     ids[3:] = np.repeat(ids[3:, :6], 7, axis=1)[:, :T]
-    blocks = jax.tree.map(np.asarray, plan.find_blocks(T, block_size, jnp.asarray(ids)))
+    find_blocks = jax.jit(plan.find_blocks, static_argnums=(0, 1))
+    blocks = jax.tree.map(np.asarray, find_blocks(T, block_size, jnp.asarray(ids)))
     keys = jnp.arange(T, dtype=jnp.float32)[None, None, :, None]
     for b in range(6):
         bounds = moba_numpy.block_bounds(ids[b], block_size)
@@ -707,10 +727,11 @@ def test_candidates_of_random_documents(block_size):
             expected = list(range(begin, own, block_size)) if ids[b, t] else []
             assert blocks.start_BS[b, first:end].tolist() == expected
             assert blocks.own_BT[b, t] == (own if ids[b, t] else -1)
-    one = plan.find_blocks(T, block_size, jnp.asarray(ids[4:5]))
-    cut = plan.cut_blocks(keys, one, block_size, aligned=False)
-    pasted = np.asarray(plan.paste_blocks(cut, one, T, aligned=False))[0, 0, :, 0]
-    assert np.array_equal(pasted, np.where(np.asarray(one.slot_BT[0]) >= 0, np.arange(T), 0))
+    keys = jnp.broadcast_to(keys, (6, 1, T, 1))
+    cut = plan.cut_blocks(keys, blocks, block_size, aligned=False)
+    pasted = np.asarray(plan.paste_blocks(cut, blocks, T, aligned=False))[:, 0, :, 0]
+    assert np.array_equal(pasted, np.where(blocks.slot_BT >= 0, np.arange(T), 0))
+    assert np.any(pasted)
 
 
 @pytest.mark.parametrize("choices", [0, 1, 3, 9])
@@ -739,6 +760,7 @@ def test_errors():
     check("6 and 5", x, x[..., :5], x)
     check(r"\(2, 8\), got \(2, 7\)", x, x, x, segment_ids=jnp.ones((2, 7), jnp.int32))
     check("integers, got float32", x, x, x, segment_ids=jnp.ones((2, 8)))
+    check("soft_cap .* -1", x, x, x, soft_cap=-1.0)
     check("'xla'", x, x, x, implementation="cuda")
     with pytest.raises(ValueError, match="top_k"):
         moba.choose_blocks(x, x, block_size=4, top_k=0)
