@@ -90,7 +90,8 @@ def moba_attention(
       [B, T, N, Hv] in query's dtype. Softmax and sums are in float32 at least.
 
     Raises:
-      ValueError: block_size or top_k below 1, shapes that disagree, or an unknown implementation.
+      ValueError: block_size or top_k below 1, soft_cap not positive, shapes that disagree, or an
+        unknown implementation.
 
     References:
       Lu et al. 2025, "MoBA: Mixture of Block Attention for Long-Context LLMs", arXiv 2502.13189,
@@ -98,6 +99,8 @@ def moba_attention(
     """
     _check_blocks(block_size, top_k)
     _check_shapes(query, key, value, segment_ids)
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap must be positive, got {soft_cap}")
     name = "xla" if implementation is None else implementation
     if name not in _IMPLEMENTATIONS:
         raise ValueError(
@@ -107,7 +110,7 @@ def moba_attention(
         *(_without_padding(x, segment_ids) for x in (query, key, value)),
         block_size=block_size,
         top_k=top_k,
-        scale=query.shape[3] ** -0.5 if scale is None else scale,
+        scale=query.shape[3] ** -0.5 if scale is None else float(scale),
         segment_ids_BT=segment_ids,
         soft_cap=soft_cap,
     )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 # Elements of the scores of one chunk of queries against all blocks.
-_CHOICE_ELEMENTS = 1 << 21
+_CHOICE_ELEMENTS = 1 << 18
 _MIN_CHUNK = 128
 
 

@@ -2,7 +2,7 @@
 
 Two paths give the same result. The dense path takes tiles of queries against all keys under the
 exact mask; it is for short rows. The grouped path attends to the own block in windows of keys, and
-to chosen blocks in tiles of queries that chose the same one, and merges by log-sum-exp.
+to chosen blocks in tiles of queries that chose the same one, and merges what they give.
 
 Axes: see plan.py; L keys of a window, E value width, W tiles of a step, Q rows of a step.
 """
@@ -200,29 +200,57 @@ def _scores(q, k, factor, soft_cap):
     return jnp.clip(s, -limit, limit), slope
 
 
-def _attend(q, k, v, mask, factor, soft_cap):
-    """Attention [..., Q, E] and log-sum-exp [..., Q] of these keys; zeros where all are masked."""
+class _Part(NamedTuple):
+    """Attention over some of the keys.
+
+    The maximum and the sum stay apart: at scores of 1e4 their log-sum-exp in float32 would round
+    away 1e-3 of every probability.
+
+    Attributes:
+      o: sum of exp(score - top) times value, [..., Q, E].
+      top: largest score, [..., Q]; the lowest finite number where all is masked.
+      total: sum of exp(score - top).
+    """
+
+    o: jax.Array
+    top: jax.Array
+    total: jax.Array
+
+
+def _attend(q, k, v, mask, factor, soft_cap) -> _Part:
     s, _ = _scores(q, k, factor, soft_cap)
     if mask is not None:
         s = jnp.where(mask, s, -jnp.inf)
-    limit = jnp.finfo(s.dtype)
-    top = jnp.maximum(jnp.max(s, axis=-1, keepdims=True), limit.min)
+    top = jnp.maximum(jnp.max(s, axis=-1, keepdims=True), jnp.finfo(s.dtype).min)
     p = jnp.exp(s - top)
-    total = jnp.sum(p, axis=-1, keepdims=True)
-    o = _dot("...ql,...le->...qe", p.astype(v.dtype), v) / jnp.maximum(total, limit.tiny)
-    lse = jnp.where(total > 0, top + jnp.log(jnp.maximum(total, limit.tiny)), 0)
-    return o, lse[..., 0]
+    return _Part(_dot("...ql,...le->...qe", p.astype(v.dtype), v), top[..., 0], jnp.sum(p, -1))
 
 
-def _attend_gradients(q, k, v, mask, lse, do, delta, factor, soft_cap):
-    """Gradients of q, k and v from these keys; `lse` and `delta` are over all keys."""
+class _Rows(NamedTuple):
+    """What the backward pass needs of each query, over all keys that it attended.
+
+    Attributes:
+      top: largest score.
+      inverse: 1 / sum of exp(score - top).
+      do: gradient of the output.
+      delta: inner product of `do` and the output.
+    """
+
+    top: jax.Array
+    inverse: jax.Array
+    do: jax.Array
+    delta: jax.Array
+
+
+def _attend_gradients(q, k, v, mask, rows: _Rows, factor, soft_cap):
+    """Gradients of q, k and v from these keys."""
     s, slope = _scores(q, k, factor, soft_cap)
     if mask is not None:
         s = jnp.where(mask, s, -jnp.inf)
-    p = jnp.exp(s - lse[..., None])
-    dv = _dot("...ql,...qe->...le", p.astype(do.dtype), do)
-    dp = _dot("...qe,...le->...ql", do, v)
-    ds = (p * (dp - delta[..., None]) * slope).astype(q.dtype)
+    p = jnp.exp(s - rows.top[..., None]) * rows.inverse[..., None]
+    dv = _dot("...ql,...qe->...le", p.astype(rows.do.dtype), rows.do)
+    dp = _dot("...qe,...le->...ql", rows.do, v)
+    ds = (p * (dp - rows.delta[..., None]) * slope).astype(q.dtype)
     return _dot("...ql,...lh->...qh", ds, k), _dot("...ql,...qh->...lh", ds, q), dv
 
 
@@ -299,7 +327,7 @@ def _tile_mask(mask: _WindowMask, windows: Windows, row, start):
 
 
 def _window_forward(windows, q_BKGTH, k_BKTH, v_BKTE, mask, factor, soft_cap):
-    """Attention of the tiles of `windows`, [B, K, G, rows of all, E], and its log-sum-exp."""
+    """Attention of the tiles of `windows`, a part [B, K, G, rows of all, ...]."""
     B, K, G, T, H = q_BKGTH.shape
     back = _end(windows, T) - T
     q = _pad(q_BKGTH, 3, 0, back)
@@ -322,8 +350,8 @@ def _window_forward(windows, q_BKGTH, k_BKTH, v_BKTE, mask, factor, soft_cap):
             soft_cap,
         )
 
-    o, lse = lax.map(tile, jnp.arange(windows.tiles, dtype=jnp.int32))
-    return _join_tiles(o, G, rows), _join_tiles(lse, G, rows)
+    parts = lax.map(tile, jnp.arange(windows.tiles, dtype=jnp.int32))
+    return jax.tree.map(lambda x: _join_tiles(x, G, rows), parts)
 
 
 def _join_tiles(x, groups, rows):
@@ -333,14 +361,12 @@ def _join_tiles(x, groups, rows):
     return x.reshape(B, K, groups, n * rows, *rest)
 
 
-def _window_backward(
-    windows, q_BKGTH, k_BKTH, v_BKTE, mask, lse_BKGT, do_BKGTE, delta_BKGT, factor, soft_cap
-):
+def _window_backward(windows, q_BKGTH, k_BKTH, v_BKTE, mask, saved_BKGT: _Rows, factor, soft_cap):
     """Gradients of the rows of `windows`, and of all keys and values from them."""
     B, K, G, T, H = q_BKGTH.shape
     back = _end(windows, T) - T
     rows, length = windows.rows, windows.length
-    q, lse, do, delta = (_pad(x, 3, 0, back) for x in (q_BKGTH, lse_BKGT, do_BKGTE, delta_BKGT))
+    q, saved = jax.tree.map(lambda x: _pad(x, 3, 0, back), (q_BKGTH, saved_BKGT))
     k, v = (_pad(x, 2, windows.front, back) for x in (k_BKTH, v_BKTE))
     mask = _pad_window_mask(mask, windows, back)
 
@@ -348,18 +374,15 @@ def _window_backward(
         row = windows.first + i * rows
         start = row // windows.align * windows.align
         full = jnp.broadcast_to(_tile_mask(mask, windows, row, start), (B, K, G, rows, length))
-        q_, lse_, do_, delta_ = (
-            _slice(x, row, rows, 3).reshape(B, K, G * rows, *x.shape[4:])
-            for x in (q, lse, do, delta)
+        q_, saved_ = jax.tree.map(
+            lambda x: _slice(x, row, rows, 3).reshape(B, K, G * rows, *x.shape[4:]), (q, saved)
         )
         dq, *parts = _attend_gradients(
             q_,
             _slice(k, start, length, 2),
             _slice(v, start, length, 2),
             full.reshape(B, K, G * rows, length),
-            lse_,
-            do_,
-            delta_,
+            saved_,
             factor,
             soft_cap,
         )
@@ -384,9 +407,9 @@ def _steps(x_BKZ, layout: Layout):
     return jnp.moveaxis(x_BKZ.reshape(B, K, layout.steps, layout.step_tiles, *rest), 2, 0)
 
 
-def _rows(x_BKR, row, fill=0):
-    """Rows of every batch row and key head; `fill` for the row beyond the last."""
-    return jax.vmap(jax.vmap(lambda x, i: x.at[i].get(mode="fill", fill_value=fill)))(x_BKR, row)
+def _rows(x_BKR, row):
+    """Rows of every batch row and key head; zeros for the row beyond the last."""
+    return jax.vmap(jax.vmap(lambda x, i: x.at[i].get(mode="fill", fill_value=0)))(x_BKR, row)
 
 
 def _blocks(x_BKS, block):
@@ -405,7 +428,7 @@ def _pair_values(x, slot_BKR, layout: Layout):
 
 
 def _chosen_forward(layout, tiles, q_BKRH, k_BKSMH, v_BKSME, factor, soft_cap):
-    """Attention and log-sum-exp of every slot, each over one block of keys."""
+    """Attention of every slot, over one block of keys."""
 
     def step(tables):
         block, row = tables
@@ -415,9 +438,7 @@ def _chosen_forward(layout, tiles, q_BKRH, k_BKSMH, v_BKSME, factor, soft_cap):
     return lax.map(step, (_steps(tiles.block_BKZ, layout), _steps(tiles.row_BKZU, layout)))
 
 
-def _chosen_backward(
-    layout, tiles, q_BKRH, k_BKSMH, v_BKSME, lse_BKR, do_BKRE, delta_BKR, factor, soft_cap
-):
+def _chosen_backward(layout, tiles, q_BKRH, k_BKSMH, v_BKSME, saved_BKR: _Rows, factor, soft_cap):
     """Gradients of every slot's query, and of all blocks' keys and values."""
     S = k_BKSMH.shape[2]
     W = layout.step_tiles
@@ -429,10 +450,8 @@ def _chosen_backward(
             _blocks(k_BKSMH, block),
             _blocks(v_BKSME, block),
             None,
-            # Empty slots get probability exp(-inf) = 0.
-            _rows(lse_BKR, row, jnp.inf),
-            _rows(do_BKRE, row),
-            _rows(delta_BKR, row),
+            # Empty slots get probability 0 by their `inverse`.
+            jax.tree.map(lambda x: _rows(x, row), saved_BKR),
             factor,
             soft_cap,
         )
@@ -474,29 +493,28 @@ class _Static:
     soft_cap: float | None
 
 
-def _scaled(q, scale):
-    """The query with the scale folded in, and the factor left for the scores."""
-    if jnp.finfo(q.dtype).bits >= 32:
-        return q * jnp.asarray(scale, q.dtype), 1.0
-    # Powers of two lose nothing in a narrow type.
+def _split_scale(scale, dtype) -> tuple[float, float]:
+    """The scale as a multiplier of queries and a factor of scores."""
+    if jnp.finfo(dtype).bits >= 32:
+        return scale, 1.0
+    # A power of two loses nothing in a narrow type.
     factor, exponent = math.frexp(scale)
-    return q * jnp.asarray(2.0**exponent, q.dtype), factor
+    return 2.0**exponent, factor
 
 
 def _forward(static: _Static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks):
     layout = static.layout
     B, K, G, T, H = q_BKGTH.shape
-    q_BKGTH, factor = _scaled(q_BKGTH, static.scale)
+    multiplier, factor = _split_scale(static.scale, q_BKGTH.dtype)
+    q_BKGTH = q_BKGTH * multiplier
     mask = _window_mask(layout, blocks, chosen_BKJGT)
     parts = [
         _window_forward(w, q_BKGTH, k_BKTH, v_BKTE, mask, factor, static.soft_cap)
         for w in layout.windows
     ]
-    o_BKGTE, lse_BKGT = (
-        jnp.concatenate([part[i] for part in parts], axis=3)[:, :, :, :T] for i in range(2)
-    )
+    part = jax.tree.map(lambda *x: jnp.concatenate(x, axis=3)[:, :, :, :T], *parts)
     if layout.dense or not layout.choices:
-        return o_BKGTE, lse_BKGT, None
+        return part, None
 
     J, S = layout.choices, blocks.start_BS.shape[1]
     tiles = plan.dispatch(
@@ -509,51 +527,51 @@ def _forward(static: _Static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks):
     k_BKSMH, v_BKSME = (
         plan.cut_blocks(x, blocks, layout.block_size, layout.aligned) for x in (k_BKTH, v_BKTE)
     )
-    part_o, part_lse = _chosen_forward(
+    chosen = _chosen_forward(
         layout, tiles, q_BKGTH.reshape(B, K, G * T, H), k_BKSMH, v_BKSME, factor, static.soft_cap
     )
-    slot_BKJR = tiles.slot_BKP.reshape(B, K, J, G * T)
-    slot_JBKR = jnp.moveaxis(slot_BKJR, 2, 0)
-    lse_JBKR = lax.map(lambda slot: _pair_values(part_lse, slot, layout), slot_JBKR)
-    lse_JBKGT = lse_JBKR.reshape(J, B, K, G, T)
-    lse_JBKGT = jnp.where(jnp.moveaxis(chosen_BKJGT, 2, 0) >= 0, lse_JBKGT, -jnp.inf)
-    top_BKGT = jnp.maximum(lse_BKGT, jnp.max(lse_JBKGT, axis=0))
-    total_BKGT = jnp.exp(lse_BKGT - top_BKGT) + jnp.sum(jnp.exp(lse_JBKGT - top_BKGT), axis=0)
-    all_BKGT = top_BKGT + jnp.log(total_BKGT)
+    slot_JBKR = jnp.moveaxis(tiles.slot_BKP.reshape(B, K, J, G * T), 2, 0)
+    valid_JBKGT = jnp.moveaxis(chosen_BKJGT >= 0, 2, 0)
 
-    def merge(o_BKGTE, pair):
-        slot, lse = pair
-        part = _pair_values(part_o, slot, layout).reshape(o_BKGTE.shape)
-        return o_BKGTE + jnp.exp(lse - all_BKGT)[..., None] * part, None
+    def merge(part, pair):
+        slot_BKR, valid_BKGT = pair
+        other = _Part(*(_pair_values(x, slot_BKR, layout) for x in chosen))
+        other = _Part(*(x.reshape(y.shape) for x, y in zip(other, part, strict=True)))
+        top = jnp.maximum(part.top, jnp.where(valid_BKGT, other.top, -jnp.inf))
+        mine = jnp.exp(part.top - top)
+        its = jnp.where(valid_BKGT, jnp.exp(other.top - top), 0)
+        o = mine[..., None] * part.o + its[..., None] * other.o
+        return _Part(o, top, mine * part.total + its * other.total), None
 
-    o_BKGTE = o_BKGTE * jnp.exp(lse_BKGT - all_BKGT)[..., None]
-    o_BKGTE, _ = lax.scan(merge, o_BKGTE, (slot_JBKR, lse_JBKGT))
-    return o_BKGTE, all_BKGT, tiles
+    return lax.scan(merge, part, (slot_JBKR, valid_JBKGT))[0], tiles
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(static: _Static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks):
-    return _forward(static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks)[0]
+    return _attention_forward(static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks)[0]
 
 
 def _attention_forward(static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks):
-    o, lse, tiles = _forward(static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks)
-    return o, (q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks, o, lse, tiles)
+    part, tiles = _forward(static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks)
+    inverse_BKGT = 1 / jnp.maximum(part.total, jnp.finfo(part.total.dtype).tiny)
+    o_BKGTE = part.o * inverse_BKGT[..., None]
+    saved = (q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks, tiles, o_BKGTE, part.top, inverse_BKGT)
+    return o_BKGTE, saved
 
 
 def _attention_backward(static, saved, do_BKGTE):
-    q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks, o_BKGTE, lse_BKGT, tiles = saved
+    q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks, tiles, o_BKGTE, top_BKGT, inverse_BKGT = saved
     layout = static.layout
     B, K, G, T, H = q_BKGTH.shape
     dtypes = [x.dtype for x in (q_BKGTH, k_BKTH, v_BKTE)]
-    q_BKGTH, factor = _scaled(q_BKGTH, static.scale)
+    multiplier, factor = _split_scale(static.scale, q_BKGTH.dtype)
+    q_BKGTH = q_BKGTH * multiplier
     delta_BKGT = jnp.sum(do_BKGTE * o_BKGTE, axis=-1)
-    do_BKGTE = do_BKGTE.astype(v_BKTE.dtype)
+    rows = _Rows(top_BKGT, inverse_BKGT, do_BKGTE.astype(v_BKTE.dtype), delta_BKGT)
     mask = _window_mask(layout, blocks, chosen_BKJGT)
-    rows = (lse_BKGT, do_BKGTE, delta_BKGT)
     dq, dk, dv = [], 0, 0
     for w in layout.windows:
-        part = _window_backward(w, q_BKGTH, k_BKTH, v_BKTE, mask, *rows, factor, static.soft_cap)
+        part = _window_backward(w, q_BKGTH, k_BKTH, v_BKTE, mask, rows, factor, static.soft_cap)
         dq.append(part[0])
         dk, dv = dk + part[1], dv + part[2]
     dq = jnp.concatenate(dq, axis=3)[:, :, :, :T]
@@ -562,14 +580,14 @@ def _attention_backward(static, saved, do_BKGTE):
         k_BKSMH, v_BKSME = (
             plan.cut_blocks(x, blocks, layout.block_size, layout.aligned) for x in (k_BKTH, v_BKTE)
         )
-        rows = (x.reshape(B, K, G * T, *x.shape[4:]) for x in rows)
+        rows = _Rows(*(x.reshape(B, K, G * T, *x.shape[4:]) for x in rows))
         part, dk_BKSMH, dv_BKSME = _chosen_backward(
             layout,
             tiles,
             q_BKGTH.reshape(B, K, G * T, H),
             k_BKSMH,
             v_BKSME,
-            *rows,
+            rows,
             factor,
             static.soft_cap,
         )
@@ -583,8 +601,7 @@ def _attention_backward(static, saved, do_BKGTE):
 
         slot_BKJR = tiles.slot_BKP.reshape(B, K, layout.choices, G * T)
         dq, _ = lax.scan(add, dq, (jnp.moveaxis(slot_BKJR, 2, 0), jnp.moveaxis(chosen_BKJGT, 2, 0)))
-    # `_scaled` multiplied the query by this much.
-    dq = dq * (static.scale / factor)
+    dq = dq * multiplier
     dq, dk, dv = (x.astype(t) for x, t in zip((dq, dk, dv), dtypes, strict=True))
     return dq, dk, dv, None, None
 

@@ -152,7 +152,9 @@ def test_prediction_scores_against_counting(finished_run, model):
     graphdef, params = nnx.split(model)
     # A predictor that is neither always right nor always silent.
     params = jax.tree_util.tree_map_with_path(
-        lambda path, p: jax.random.normal(jax.random.key(0), p.shape) if "score" in str(path) else p,
+        lambda path, p: (
+            jax.random.normal(jax.random.key(0), p.shape) if "score" in str(path) else p
+        ),
         params,
     )
     result = evaluate(
