@@ -105,9 +105,9 @@ def _train(config, mesh, data, graphdef, state, train_step, manager, log) -> Tra
     )
     sharding = batch_sharding(mesh)
     schedule = learning_rate_schedule(config.optimizer, config.optimizer.learning_rate, train.steps)
-    step_flops = flops.train_step(config.model, train.batch_size, train.length)
     peak = flops.peak_flops(mesh.devices.flatten()[0]) * mesh.devices.size
     padded = config.data.packing == "documents" or config.data.mask_documents
+    step_flops = flops.train_step(config.model, train.batch_size, train.length, segments=padded)
     pending, clock, since = None, time.perf_counter(), start
 
     with contextlib.closing(batches):
