@@ -51,7 +51,8 @@ def eval_sums(graphdef, params, batch: dict, key: Array, *, routing: str) -> dic
         positions_BT=batch["positions_BT"],
         segment_ids_BT=batch["segment_ids_BT"],
         routing=routing,
-        key=key,
+        # With a key "top_k" would draw noise, and that is for training.
+        key=key if routing == "random" else None,
     )
     nats_BT, _ = cross_entropy(logits_BTV, batch["targets_BT"])
     sums = {
