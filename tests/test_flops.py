@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jaxpr import dot_flops
+from tests.jaxpr import dot_flops
 
 from modo import Decoder, DepthConfig, MobaConfig, ModelConfig, flops
 from modo.config import Config, TrainConfig

@@ -47,8 +47,8 @@ def run(config: Config, workdir: str | pathlib.Path) -> TrainState:
             f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's "
             f"{data.tokenizer.vocab_size}"
         )
+    best = eval_routings(config)[0]
     checkpoint.claim_workdir(workdir, config)
-    best = config.train.eval_routings[0]
     with checkpoint.open_manager(
         workdir, keep=config.train.keep_checkpoints, best_metric=best
     ) as manager:
@@ -76,6 +76,21 @@ def run(config: Config, workdir: str | pathlib.Path) -> TrainState:
             manager.wait_until_finished()
             write_report(config, workdir, data, graphdef, state, mesh, log)
     return state
+
+
+def eval_routings(config: Config) -> tuple[str, ...]:
+    """The routings to evaluate: those asked for that the model can do, one where all are the same.
+
+    Raises:
+      UserError: none is left.
+    """
+    asked, depth = config.train.eval_routings, config.model.depth
+    if depth is None:
+        return asked[:1]
+    able = tuple(r for r in asked if r != "predictor" or depth.predictor)
+    if not able:
+        raise UserError("train.eval_routings asks for predictor alone, and the model has none")
+    return able
 
 
 def _describe(config: Config, workdir, mesh, data: Data, start: int) -> str:
@@ -128,7 +143,8 @@ def _train(config, mesh, data, graphdef, state, train_step, manager, log) -> Tra
                 _check_finite(metrics, number)
                 seconds = (time.perf_counter() - clock) / (number - since)
                 record = _record(metrics, number, schedule, seconds, train, step_flops, peak)
-                log.write(record)
+                if number % train.log_every == 0 or number in (1, train.steps):
+                    log.write(record)
                 text = _progress(record)
                 clock, since = time.perf_counter(), number
             log.advance(number, text)
@@ -140,7 +156,7 @@ def _train(config, mesh, data, graphdef, state, train_step, manager, log) -> Tra
             if evaluate_now:
                 losses = {
                     routing: _evaluate(config, mesh, data, graphdef, state, routing, log).loss
-                    for routing in train.eval_routings
+                    for routing in eval_routings(config)
                 }
             if number % train.checkpoint_every == 0 or number == train.steps or evaluate_now:
                 _check_finite(jax.device_get(pending), number)

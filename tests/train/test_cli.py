@@ -1,5 +1,6 @@
 """Bad input: one line that names the value, a non-zero exit, nothing written."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 
 from modo.errors import UserError
 from modo.train.cli import config_names, load_config, override, parse_train_arguments
-from modo.train.loop import run
+from modo.train.loop import eval_routings, run
 from tests.train.helpers import ROOT, subprocess_environment
 
 pytestmark = pytest.mark.quick
@@ -111,3 +112,15 @@ def test_exit_status_and_one_line():
         text=True,
     )
     assert result.returncode == 2 and "holds no run" in result.stderr
+
+
+def test_only_routings_that_the_model_can_do_are_evaluated():
+    config = load_config("tiny")
+    assert eval_routings(config) == ("predictor", "top_k")
+    without = override(config, ["--model.depth.predictor", "False"], "train.py")
+    assert eval_routings(without) == ("top_k",)
+    dense = dataclasses.replace(config, model=dataclasses.replace(config.model, depth=None))
+    assert eval_routings(dense) == ("predictor",)
+    alone = override(without, ["--train.eval_routings", "predictor"], "train.py")
+    with pytest.raises(UserError, match="predictor alone"):
+        eval_routings(alone)
