@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tests.jaxpr import dot_flops
 
 from modo import Decoder, DepthConfig, MobaConfig, ModelConfig, flops
 from modo.config import Config, TrainConfig
 from modo.train.step import loss_and_gradients
+from tests.jaxpr import dot_flops
 
 BASE = ModelConfig(vocab_size=48, d_model=32, num_layers=4, num_heads=4, d_ff=40)
 DEPTH = DepthConfig(capacity=0.25)
