@@ -3,11 +3,12 @@
 import os
 import tempfile
 
-_COMPILED = tempfile.TemporaryDirectory(prefix="modo-tests-")
-
-# Before jax is imported; subprocesses inherit it.
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILED.name
+# Before jax is imported. Subprocesses inherit all of it, and so do the workers of pytest -n, which
+# share what is compiled.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _COMPILED = tempfile.TemporaryDirectory(prefix="modo-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILED.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+os.environ["JAX_PLATFORMS"] = "cpu"
 # Code for tiny shapes takes longer to optimise than to run.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
