@@ -74,7 +74,6 @@ def _step_flops(model, batch, length, segments):
     )
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("name", "length", "segments", "scan_layers"), CASES)
 def test_counts_equal_the_products_of_the_jaxpr(name, length, segments, scan_layers):
     model = dataclasses.replace(MODELS[name], scan_layers=scan_layers)

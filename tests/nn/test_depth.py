@@ -189,7 +189,6 @@ def test_any_length_routes_its_share(length, capacity):
 # --- Choosing -----------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_equal_scores_route_the_first_tokens():
     mod = toy()
     identity_gate(mod)
@@ -200,7 +199,6 @@ def test_equal_scores_route_the_first_tokens():
         assert np.flatnonzero(routed_T).tolist() == valid[:k].tolist()
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("per_document", [False, True])
 def test_padding_neither_competes_nor_changes_a_row(per_document):
     mod, x_BTD = toy(per_document=per_document), tokens(batch=4)
@@ -272,7 +270,6 @@ def test_random_routing_chooses_without_the_router_but_gates_with_it():
     np.testing.assert_allclose(moved_BTD - x_BTD, -2 * (y_BTD - x_BTD), atol=1e-5)
 
 
-@pytest.mark.quick
 def test_noise_moves_the_choice_and_never_the_gate():
     quiet, noisy = toy(), toy(noise=3.0)
     x_BTD, key = tokens(), jax.random.key(4)
@@ -477,7 +474,6 @@ def test_gate_formulas():
     assert apply_gate("tanh", jnp.zeros(())) == 1.0
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("block_size", [None, 4])
 def test_capacity_one_is_the_dense_block(block_size):
     block, x_BTD = transformer_block(block_size=block_size), tokens()
@@ -537,7 +533,6 @@ def test_skipped_tokens_keep_their_bits():
 # --- Losses and gradients ------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("routing", ["top_k", "predictor", "router", "random"])
 def test_auxiliary_losses_and_statistics(routing):
     mod, x_BTD = toy(), tokens()
@@ -729,7 +724,6 @@ def test_top_k_with_its_selection_frozen_is_causal():
         assert not np.array_equal(y[0, j], y_BTD[0, j])
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("block_size", [None, 2])
 def test_packed_documents_do_not_meet(block_size):
     mod = MixtureOfDepths(
@@ -749,7 +743,6 @@ def test_packed_documents_do_not_meet(block_size):
 # --- Precision -----------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_bfloat16_and_huge_scores_stay_finite():
     mod = MixtureOfDepths(transformer_block(), D, capacity=0.5, rngs=nnx.Rngs(0))
     mod.router.kernel[...] = 1e3 * mod.router.kernel[...]
@@ -766,7 +759,6 @@ def test_bfloat16_and_huge_scores_stay_finite():
     assert dtypes == {np.dtype(bool), np.dtype(np.float32)}
 
 
-@pytest.mark.quick
 def test_the_choice_is_the_same_in_either_precision():
     x_BTD = tokens(dtype=jnp.bfloat16)
     mod = toy()
