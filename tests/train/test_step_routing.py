@@ -60,8 +60,10 @@ def batch_of(seed=0) -> dict:
     sizes_B = np.asarray([16, 3, 0, 9, 12, 1, 0, 7])
     valid_BT = np.arange(T) < sizes_B[:, None]
     segments_BT = np.where(np.arange(T) < sizes_B[:, None] // 2, 1, 2) * valid_BT
+    # No token twice in a row: alike ones have scores that only rounding tells apart.
+    tokens_BT = rng.permuted(np.tile(np.arange(V, dtype=np.int32), (B, 1)), axis=1)[:, :T]
     return {
-        "tokens_BT": rng.integers(0, V, (B, T)).astype(np.int32) * valid_BT,
+        "tokens_BT": tokens_BT * valid_BT,
         "targets_BT": rng.integers(0, V, (B, T)).astype(np.int32) * valid_BT,
         "weights_BT": (valid_BT & (rng.random((B, T)) < 0.8)).astype(np.float32),
         "positions_BT": np.broadcast_to(np.arange(T, dtype=np.int32), (B, T)) * valid_BT,
