@@ -22,12 +22,13 @@ def get_config() -> Config:
             moba=MobaConfig(block_size=32, top_k=3),
             qk_norm=True,
             scan_layers=True,
+            compute_dtype="bfloat16",
         ),
         data=DataConfig(mask_documents=False),
         optimizer=OptimizerConfig(
             name="muon", learning_rate=0.02, adam_learning_rate=3e-3, warmup_steps=50
         ),
         train=TrainConfig(
-            steps=850, batch_size=8, length=256, eval_every=0, checkpoint_every=500, log_every=10
+            steps=1100, batch_size=4, length=256, eval_every=0, checkpoint_every=550, log_every=10
         ),
     )

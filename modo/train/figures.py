@@ -1,5 +1,6 @@
 """Pictures of a run: loss curve, routed tokens along a passage, blocks that heads chose."""
 
+import functools
 import pathlib
 
 import jax
@@ -9,7 +10,7 @@ from flax import nnx
 
 from kernels_pallas.moba import choose_blocks
 from modo.config import Config
-from modo.nn.decoder import Decoder, apply_block
+from modo.nn.decoder import apply_block
 from modo.train.metrics import read_metrics
 
 # Okabe and Ito's colours, told apart by colour-blind readers.
@@ -27,29 +28,64 @@ def draw_figures(
     tokens_1T, positions_1T, segment_ids_1T = (
         jnp.asarray(row[name])[None] for name in ("tokens", "positions", "segment_ids")
     )
-    model = nnx.merge(graphdef, jax.device_get(params))
+    params = jax.device_get(params)
     if config.model.depth is not None:
         routing = "predictor" if config.model.depth.predictor else "top_k"
-        _, aux = model(
-            tokens_1T, positions_BT=positions_1T, segment_ids_BT=segment_ids_1T, routing=routing
+        routed_L1T = _routed_tokens(
+            graphdef, params, tokens_1T, positions_1T, segment_ids_1T, routing=routing
         )
         characters = [data.tokenizer.decode([t]) for t in np.asarray(tokens_1T[0])]
         paths.append(
             routing_map(
-                np.asarray(aux.routed_LBT[:, 0]),
+                np.asarray(routed_L1T[:, 0]),
                 characters,
                 config.model.routed_layers,
                 directory / "routing.png",
             )
         )
-    full = [i for i in config.model.moba_layers if i not in config.model.routed_layers]
-    if full:
+    whole = [i for i in config.model.moba_layers if i not in config.model.routed_layers]
+    if whole:
+        layer = whole[0]  # the lowest: nothing below it has to run
+        start_1TNJ, valid_1TNJ = _chosen_blocks(
+            graphdef, params, tokens_1T, positions_1T, segment_ids_1T, layer=layer
+        )
         paths.append(
             block_map(
-                model, full[-1], tokens_1T, positions_1T, segment_ids_1T, directory / "blocks.png"
+                np.asarray(start_1TNJ[0]),
+                np.asarray(valid_1TNJ[0]),
+                config.model.moba.block_size,
+                layer,
+                directory / "blocks.png",
             )
         )
     return paths
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "routing"))
+def _routed_tokens(graphdef, params, tokens_BT, positions_BT, segment_ids_BT, *, routing):
+    model = nnx.merge(graphdef, params)
+    _, aux = model(
+        tokens_BT, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, routing=routing
+    )
+    return aux.routed_LBT
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "layer"))
+def _chosen_blocks(graphdef, params, tokens_BT, positions_BT, segment_ids_BT, *, layer):
+    """`choose_blocks` of one layer's queries and keys."""
+    model = nnx.merge(graphdef, params)
+    x_BTD = model.embedding(tokens_BT)
+    for below in range(layer):
+        x_BTD, _ = apply_block(model.block(below), x_BTD, positions_BT, segment_ids_BT)
+    block = model.block(layer)
+    q_BTNH, k_BTKH = block.attention.queries_and_keys(block.attention_norm(x_BTD), positions_BT)
+    return choose_blocks(
+        q_BTNH,
+        k_BTKH,
+        block_size=block.attention.block_size,
+        top_k=block.attention.top_k,
+        segment_ids=segment_ids_BT,
+    )
 
 
 def _new_figure(rows: int, columns: int, size: tuple[float, float]):
@@ -114,37 +150,26 @@ def routing_map(
 
 
 def block_map(
-    model: Decoder, layer: int, tokens_1T, positions_1T, segment_ids_1T, path: pathlib.Path
+    start_TNJ: np.ndarray,
+    valid_TNJ: np.ndarray,
+    block_size: int,
+    layer: int,
+    path: pathlib.Path,
 ) -> pathlib.Path:
-    """Which past blocks the heads of one layer chose for each token."""
-    x_1TD = model.embedding(tokens_1T)
-    for below in range(layer):
-        x_1TD, _ = apply_block(model.block(below), x_1TD, positions_1T, segment_ids_1T)
-    block = model.block(layer)
-    attention = block.attention
-    q_1TNH, k_1TKH = attention.queries_and_keys(block.attention_norm(x_1TD), positions_1T)
-    start, valid = choose_blocks(
-        q_1TNH,
-        k_1TKH,
-        block_size=attention.block_size,
-        top_k=attention.top_k,
-        segment_ids=segment_ids_1T,
-    )
-    start_TNJ, valid_TNJ = np.asarray(start[0]), np.asarray(valid[0])
-    length, heads = tokens_1T.shape[1], min(4, start_TNJ.shape[1])
-    size = attention.block_size
+    """Which past blocks the heads of one layer chose for each token of one document."""
+    length, heads, _ = start_TNJ.shape
+    heads = min(4, heads)
     figure, axes = _new_figure(1, heads, (3 * heads + 0.5, 3.4))
     for head in range(heads):
         seen_TT = np.zeros((length, length))
         for t in range(length):
-            seen_TT[t, t // size * size : t + 1] = 0.4
-            for start, ok in zip(start_TNJ[t, head], valid_TNJ[t, head], strict=True):
-                if ok:
-                    seen_TT[t, start : start + size] = 1.0
+            seen_TT[t, t // block_size * block_size : t + 1] = 0.4
+            for start in start_TNJ[t, head][valid_TNJ[t, head]]:
+                seen_TT[t, start : start + block_size] = 1.0
         axis = axes[0, head]
         axis.imshow(seen_TT, cmap="Blues", vmin=0, vmax=1.3, interpolation="none")
         axis.set(title=f"head {head}", xlabel="key")
     axes[0, 0].set_ylabel("query")
-    figure.suptitle(f"Layer {layer}: own block (light) and chosen blocks of {size} keys (dark)")
+    figure.suptitle(f"Layer {layer}: own block (light) and chosen blocks of {block_size} (dark)")
     figure.savefig(path, dpi=150)
     return path
