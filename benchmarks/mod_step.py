@@ -1,6 +1,6 @@
 """Mixture-of-Depths against the dense model of the same depth and width, one process, alternating.
 
-python -m benchmarks.mod_step [--layers 4 --batch 1 --repeats 5] [--json FILE]
+python -m benchmarks.mod_step [--layers 4 --batch 2 --repeats 7] [--json FILE]
 
 Both models have width 512 and rows of 2048 tokens; the MoD model routes every other block at
 capacity 1/8. A training step is forward, backward and AdamW. The limit of either speed-up is the
@@ -98,8 +98,8 @@ def measure(layers: int, batch: int, repeats: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     result = measure(options.layers, options.batch, options.repeats)

