@@ -2,7 +2,7 @@
 
     python train.py --config small --workdir runs/small
 
-Hardware: 2 CPU cores. Time: not run to the end yet. Held-out loss on The Tempest, predictor routing: not measured yet.
+Hardware: 2 CPU cores. Time and held-out loss: not run to the end yet.
 """
 
 from modo.config import (
