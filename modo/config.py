@@ -306,6 +306,11 @@ class DataConfig:
                     f"{self.source!r} reads no files; set data.source to 'text'",
                 )
 
+    @property
+    def separates_documents(self) -> bool:
+        """Whether rows tell documents, or padding, apart by their segment ids."""
+        return self.mask_documents or self.packing == "documents"
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:

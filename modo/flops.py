@@ -55,6 +55,10 @@ def _product(m: int, k: int, n: int, *, input_gradient: bool = True) -> _Count:
     return _Count(2 * m * k * n, 2 * m * k * n * (2 if input_gradient else 1))
 
 
+def _predictor_width(config: ModelConfig) -> int:
+    return config.depth.predictor_width or default_predictor_width(config.d_model)
+
+
 def _block(config: ModelConfig, moba: bool, batch: int, length: int, segments: bool) -> _Count:
     rows, d_model = batch * length, config.d_model
     heads, kv_heads, width = config.num_heads, config.kv_heads, config.head_width
@@ -87,7 +91,7 @@ def _model(config: ModelConfig, batch: int, length: int, segments: bool) -> _Cou
             continue
         count += _product(rows, config.d_model, 1)
         if config.depth.predictor:
-            width = config.depth.predictor_width or default_predictor_width(config.d_model)
+            width = _predictor_width(config)
             count += _product(rows, config.d_model + 1, width, input_gradient=False)
             count += _product(rows, width, 1)
         # A routed block always gets segment ids: its slots may be empty.
@@ -127,7 +131,7 @@ def parameter_count(config: ModelConfig) -> int:
     count = config.num_layers * block + d_model
     count += config.vocab_size * d_model * (1 if config.tied_embeddings else 2)
     if config.depth is not None:
-        hidden = config.depth.predictor_width or default_predictor_width(d_model)
+        hidden = _predictor_width(config)
         predictor = (d_model + 1) * hidden + hidden + hidden + 1 if config.depth.predictor else 0
         count += len(config.routed_layers) * (d_model + predictor)
     return count

@@ -46,11 +46,12 @@ def open_data(config: DataConfig, length: int) -> Data:
     documents = open_documents(config)
     train = open_token_file(documents.train, tokenizer, config.cache_dir)
     validation = open_token_file(documents.validation, tokenizer, config.cache_dir)
-    mask_documents = config.mask_documents or config.packing == "documents"
     return Data(
         tokenizer,
-        train_rows(train, length, packing=config.packing, mask_documents=mask_documents),
-        StreamRows(validation, length, mask_documents, keep_remainder=True),
+        train_rows(
+            train, length, packing=config.packing, mask_documents=config.separates_documents
+        ),
+        StreamRows(validation, length, config.separates_documents, keep_remainder=True),
     )
 
 

@@ -285,7 +285,7 @@ class Decoder(nnx.Module):
         return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
 
     def _run_blocks(self, x_BTD, positions_BT, segment_ids_BT, routing, key):
-        """The last block's output, and (layer, DepthAux) of each routed layer."""
+        """The last block's output, and each layer's DepthAux, None where it is not routed."""
 
         def run(graphdef, state, x_BTD, layer):
             layer_key = None if key is None else jax.random.fold_in(key, layer)

@@ -121,7 +121,7 @@ def read_config(workdir: pathlib.Path) -> Config:
 
 
 def claim_workdir(workdir: pathlib.Path, config: Config) -> None:
-    """Writes config.json, or checks that the run there has the same model and seed.
+    """Writes config.json, or checks that the run there has the same model.
 
     Raises:
       UserError: workdir is not a directory that can be made, or holds another model.

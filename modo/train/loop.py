@@ -121,14 +121,14 @@ def _train(config, mesh, data, graphdef, state, train_step, manager, log) -> Tra
     sharding = batch_sharding(mesh)
     schedule = learning_rate_schedule(config.optimizer, config.optimizer.learning_rate, train.steps)
     peak = flops.peak_flops(mesh.devices.flatten()[0]) * mesh.devices.size
-    padded = config.data.packing == "documents" or config.data.mask_documents
-    step_flops = flops.train_step(config.model, train.batch_size, train.length, segments=padded)
+    segments = config.data.separates_documents
+    step_flops = flops.train_step(config.model, train.batch_size, train.length, segments=segments)
     pending, clock, since = None, time.perf_counter(), start
 
     with contextlib.closing(batches):
         for number in range(start + 1, train.steps + 1):
             batch = next(batches)
-            if not padded:  # one document a row, no padding: plain causal attention
+            if not segments:  # one document a row, no padding: plain causal attention
                 del batch["positions_BT"], batch["segment_ids_BT"]
             batch = place_batch(batch, sharding)
             with jax.transfer_guard("disallow"):
