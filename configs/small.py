@@ -2,7 +2,8 @@
 
     python train.py --config small --workdir runs/small
 
-Hardware: 2 CPU cores. Time and held-out loss: not run to the end yet.
+Hardware: 2 CPU cores. Time: 42 minutes beside other work, 0.95 to 1.0 s a step. Held-out loss on
+The Tempest: 1.4666 nats a byte under predictor routing, 1.4667 under top-k.
 """
 
 from modo.config import (

@@ -131,7 +131,7 @@ class MobaConfig:
     top_k: int = 3
     last_full: int = 0
     layers: tuple[int, ...] | None = None
-    implementation: str | None = None
+    implementation: Literal["reference", "xla"] | None = None
 
     def __post_init__(self):
         _check_types(self)
@@ -218,8 +218,19 @@ class ModelConfig:
                 f"ModelConfig.{name}.layers names block {max(layers, default=0)}, but num_layers "
                 f"is {self.num_layers}",
             )
+        if self.moba is not None:
+            _require(
+                len(self.moba_layers) > 0 or self.moba.layers is not None,
+                f"MobaConfig.last_full {self.moba.last_full} leaves none of {self.num_layers} "
+                "blocks to MoBA; moba=None is a model without it",
+            )
         if self.depth is not None:
             routed = len(self.routed_layers)
+            _require(
+                routed > 0 or self.depth.layers is not None,
+                f"DepthConfig.every {self.depth.every} routes none of {self.num_layers} blocks; "
+                "depth=None is a model without routing",
+            )
             for name in ("capacity", "gate"):
                 value = getattr(self.depth, name)
                 _require(
@@ -323,7 +334,8 @@ class OptimizerConfig:
       warmup_steps: steps of linear warm-up.
       final_fraction: the last step's learning rate over the peak.
       weight_decay: decoupled, on matrices only.
-      b1, b2, eps: of Adam.
+      b1, b2: of Adam.
+      eps: added to the denominators of Adam, and of Muon.
       momentum: of Muon.
       clip_norm: largest global gradient norm; None: no clipping. Predictors are left out, so
         that training them changes nothing else.

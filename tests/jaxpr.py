@@ -1,4 +1,4 @@
-"""Counts the matrix products that a function would execute, from its jaxpr."""
+"""What a function would execute, from its jaxpr."""
 
 import math
 
@@ -16,6 +16,20 @@ def _sub_jaxprs(value):
             yield from _sub_jaxprs(inner)
 
 
+def equations(jaxpr, times=1):
+    """Every equation, and how often it runs; of the branches of a cond, the costliest."""
+    for eqn in jaxpr.eqns:
+        yield eqn, times
+        inner = [sub for value in eqn.params.values() for sub in _sub_jaxprs(value)]
+        if eqn.primitive.name == "cond":
+            inner = [max(inner, key=_count)]
+        elif eqn.primitive.name == "while":
+            assert not any(map(_count, inner)), "matrix products in a loop of unknown length"
+        repeats = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for sub in inner:
+            yield from equations(sub, times * repeats)
+
+
 def _dot_general_flops(eqn) -> int:
     (contracted, _), _ = eqn.params["dimension_numbers"]
     width = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
@@ -23,21 +37,11 @@ def _dot_general_flops(eqn) -> int:
 
 
 def _count(jaxpr) -> int:
-    total = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            total += _dot_general_flops(eqn)
-            continue
-        inner = [_count(sub) for value in eqn.params.values() for sub in _sub_jaxprs(value)]
-        if eqn.primitive.name == "scan":
-            total += eqn.params["length"] * sum(inner)
-        elif eqn.primitive.name == "cond":
-            assert len(set(inner)) == 1, f"branches cost {inner}"
-            total += inner[0]
-        else:
-            assert eqn.primitive.name != "while" or not any(inner), "a loop of unknown length"
-            total += sum(inner)
-    return total
+    return sum(
+        times * _dot_general_flops(eqn)
+        for eqn, times in equations(jaxpr)
+        if eqn.primitive.name == "dot_general"
+    )
 
 
 def dot_flops(function, *args) -> int:

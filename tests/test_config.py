@@ -64,6 +64,8 @@ BAD = [
     (lambda: model(norm_eps=math.nan), "nan"),
     (lambda: depth_model(layers=(1, 4)), "4"),
     (lambda: model(moba=MobaConfig(layers=(7,))), "7"),
+    (lambda: model(moba=MobaConfig(last_full=99)), "99"),
+    (lambda: depth_model(every=99), "99"),
     (lambda: depth_model(capacity=(0.5,)), "1"),
     (lambda: depth_model(capacity=(0.5, 0.5, 0.5)), "3"),
     (lambda: depth_model(gate=("linear",) * 3), "3"),
@@ -90,6 +92,7 @@ BAD = [
     (lambda: DepthConfig(layers=[1]), "[1]"),
     (lambda: DepthConfig(predictor=1), "1"),
     (lambda: MobaConfig(top_k=1.5), "1.5"),
+    (lambda: MobaConfig(implementation="xxl"), "'xxl'"),
     (lambda: model(num_heads="2"), "'2'"),
     (lambda: model(d_model=True), "True"),
     (lambda: model(depth={"every": 2}), "every"),
@@ -187,7 +190,7 @@ def test_which_layers_are_routed_and_which_are_moba():
     assert model().moba_layers == ()
     assert model(moba=MobaConfig()).moba_layers == (0, 1, 2, 3)
     assert model(moba=MobaConfig(last_full=3)).moba_layers == (0,)
-    assert model(moba=MobaConfig(last_full=9)).moba_layers == ()
+    assert model(moba=MobaConfig(layers=())).moba_layers == ()
     assert model(moba=MobaConfig(layers=(1, 3))).moba_layers == (1, 3)
 
 

@@ -67,6 +67,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         rule = optax.contrib.muon(
             learning_rate_schedule(config, config.learning_rate, steps),
             beta=config.momentum,
+            eps=config.eps,
             weight_decay=config.weight_decay,
             weight_decay_mask=_decay_mask,
             adam_b1=config.b1,

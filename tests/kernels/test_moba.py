@@ -13,6 +13,7 @@ import pytest
 
 from kernels_pallas import moba
 from kernels_pallas.moba import plan, xla
+from tests.jaxpr import dot_flops, equations
 from tests.kernels import moba_numpy
 
 IMPLEMENTATIONS = ("reference", "dense", "grouped")
@@ -495,32 +496,6 @@ def test_batch_sharded_over_devices():
     subprocess.run(command, env=environment, cwd=pathlib.Path(__file__).parents[2], check=True)
 
 
-def eqns(jaxpr, times=1):
-    """Every equation below, with how often it runs; of branches, all."""
-    for eqn in jaxpr.eqns:
-        yield eqn, times
-        if eqn.primitive.name == "cond":
-            most = max(eqn.params["branches"], key=lambda j: dot_flops(j.jaxpr))
-            yield from eqns(most.jaxpr, times)
-            continue
-        inner = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for param in eqn.params.values():
-            for sub in param if isinstance(param, tuple | list) else (param,):
-                sub = getattr(sub, "jaxpr", sub)
-                if hasattr(sub, "eqns"):
-                    yield from eqns(sub, inner)
-
-
-def dot_flops(jaxpr):
-    total = 0
-    for eqn, times in eqns(jaxpr):
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            inner = np.prod([eqn.invars[0].aval.shape[i] for i in contracted], dtype=int)
-            total += 2 * times * int(inner) * eqn.outvars[0].aval.size
-    return total
-
-
 def shapes(B, T, N, K, H, E, dtype=jnp.float32):
     return tuple(jax.ShapeDtypeStruct(s, dtype) for s in ((B, T, N, H), (B, T, K, H), (B, T, K, E)))
 
@@ -562,8 +537,8 @@ def test_dot_flops_counts_what_is_executed(name):
         top_k=top_k,
         segments=segments,
     )
-    assert dot_flops(jax.make_jaxpr(f)(*args).jaxpr) == forward
-    assert dot_flops(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*args).jaxpr) == both
+    assert dot_flops(f, *args) == forward
+    assert dot_flops(jax.grad(loss, (0, 1, 2)), *args) == both
 
 
 def grouped_gradient(block_size, top_k, segments):
@@ -580,7 +555,7 @@ def test_no_buffer_of_queries_by_blocks(segments):
     T, N, H, block_size, top_k = 1 << 15, 8, 64, 32, 3
     f = grouped_gradient(block_size, top_k, segments)
     jaxpr = jax.make_jaxpr(f)(*shapes(1, T, N, 2, H, H)).jaxpr
-    largest = max(v.aval.size for eqn, _ in eqns(jaxpr) for v in eqn.outvars)
+    largest = max(v.aval.size for eqn, _ in equations(jaxpr) for v in eqn.outvars)
     # Partial results of all pairs, with their padding.
     assert largest <= N * T * (top_k - 1) * H * 1.3
     assert largest < T * N * (T // block_size) / 6
@@ -603,7 +578,7 @@ def test_a_million_tokens_lower():
     f = grouped_gradient(512, 4, True)
     args = shapes(1, 1 << 20, 32, 4, 128, 128, jnp.bfloat16)
     jax.jit(f).trace(*args).lower(lowering_platforms=("tpu",))
-    for eqn, _ in eqns(jax.make_jaxpr(f)(*args).jaxpr):
+    for eqn, _ in equations(jax.make_jaxpr(f)(*args).jaxpr):
         if eqn.primitive.name == "iota":
             assert eqn.outvars[0].aval.size < 2**31
     layout = xla.make_layout(
@@ -643,7 +618,7 @@ def test_remat_keeps_the_choice(path):
             eqn.primitive.name == "dot_general"
             and eqn.params["precision"] == highest
             and eqn.outvars[0].aval.shape[2] == blocks
-            for eqn, _ in eqns(jaxpr)
+            for eqn, _ in equations(jaxpr)
         )
 
     assert choices(f) == 1
