@@ -1,12 +1,16 @@
 """Mixture of Block Attention (Lu et al. 2025, arXiv 2502.13189)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from kernels_pallas.moba import plan, reference, xla
+from kernels_pallas.moba import plan, reference, tpu, xla
 
-_IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention}
+IMPLEMENTATIONS = ("reference", "xla", "pallas_tpu")
+_PALLAS_DTYPES = (jnp.float32, jnp.bfloat16)
 
 
 def _check_blocks(block_size: int, top_k: int) -> None:
@@ -83,15 +87,15 @@ def moba_attention(
         other; blocks count from a run's first token. 0 is padding: it selects nothing, is never
         selected and yields zeros, whatever its query, key and value hold.
       soft_cap: scores of attention become soft_cap * tanh(scores / soft_cap), after scale.
-      implementation: "xla"; "reference", a dense mask for tests, with memory for T x T; None:
-        "xla".
+      implementation: "pallas_tpu", interpreted anywhere else; "xla"; "reference", a dense mask for
+        tests, with memory for T x T; None: "pallas_tpu" where it is compiled for a TPU, else "xla".
 
     Returns:
       [B, T, N, Hv] in query's dtype. Softmax and sums are in float32 at least.
 
     Raises:
-      ValueError: block_size or top_k below 1, soft_cap not positive, shapes that disagree, or an
-        unknown implementation.
+      ValueError: block_size or top_k below 1, soft_cap not positive, shapes that disagree, an
+        unknown implementation, or a dtype that it does not take.
 
     References:
       Lu et al. 2025, "MoBA: Mixture of Block Attention for Long-Context LLMs", arXiv 2502.13189,
@@ -101,20 +105,99 @@ def moba_attention(
     _check_shapes(query, key, value, segment_ids)
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap must be positive, got {soft_cap}")
-    name = "xla" if implementation is None else implementation
-    if name not in _IMPLEMENTATIONS:
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"implementation {implementation!r} is none of {', '.join(map(repr, _IMPLEMENTATIONS))}"
+            f"implementation {implementation!r} is none of {', '.join(map(repr, IMPLEMENTATIONS))}"
         )
-    out = _IMPLEMENTATIONS[name](
-        *(_without_padding(x, segment_ids) for x in (query, key, value)),
-        block_size=block_size,
-        top_k=top_k,
-        scale=query.shape[3] ** -0.5 if scale is None else float(scale),
-        segment_ids_BT=segment_ids,
-        soft_cap=soft_cap,
-    )
+    scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+    q_BTNH, k_BTKH, v_BTKE = (_without_padding(x, segment_ids) for x in (query, key, value))
+    if implementation == "reference":
+        out = reference.attention(
+            q_BTNH,
+            k_BTKH,
+            v_BTKE,
+            block_size=block_size,
+            top_k=top_k,
+            scale=scale,
+            segment_ids_BT=segment_ids,
+            soft_cap=soft_cap,
+        )
+    else:
+        dtype = jnp.result_type(q_BTNH, k_BTKH, v_BTKE)
+        if implementation == "pallas_tpu" and dtype not in _PALLAS_DTYPES:
+            raise ValueError(f"pallas_tpu takes float32 and bfloat16, got {dtype}")
+        q_BTNH, k_BTKH, v_BTKE = (x.astype(dtype) for x in (q_BTNH, k_BTKH, v_BTKE))
+        call = plan.make_call(
+            query.shape[1], block_size, top_k, segment_ids is None, scale, soft_cap
+        )
+        out = _attend(implementation, call, q_BTNH, k_BTKH, v_BTKE, segment_ids)
     return _without_padding(out.astype(query.dtype), segment_ids)
+
+
+def _attend(implementation, call: plan.Call, q_BTNH, k_BTKH, v_BTKE, segment_ids_BT) -> jax.Array:
+    """MoBA of checked arguments, [B, T, N, E]."""
+    B, T, N, _ = q_BTNH.shape
+    blocks = plan.find_blocks(T, call.block_size, segment_ids_BT)
+    chosen_BNJT = jnp.zeros((B, N, 0, T), jnp.int32)
+    if call.choices:
+        chosen_BNJT = _choose(implementation, call, q_BTNH, k_BTKH, blocks)
+        # Named where remat policies see it: the backward pass must use the very same blocks.
+        chosen_BNJT = checkpoint_name(chosen_BNJT, "moba_chosen_blocks")
+    return _attention(implementation, call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks)
+
+
+def _by_platform(implementation, on_tpu, elsewhere, *args):
+    """Calls what the implementation, or the platform that is compiled for, asks for."""
+    if implementation == "xla" or (implementation is None and args[0].dtype not in _PALLAS_DTYPES):
+        return elsewhere(*args)
+    compiled = functools.partial(on_tpu, interpret=False)
+    if implementation == "pallas_tpu":
+        elsewhere = functools.partial(on_tpu, interpret=True)
+    return lax.platform_dependent(*args, tpu=compiled, default=elsewhere)
+
+
+def _choose(implementation, call: plan.Call, q_BTNH, k_BTKH, blocks: plan.Blocks) -> jax.Array:
+    """Numbers of the chosen blocks, [B, N, J, T]; -1 where there are no more."""
+    q_BTNH, k_BTKH = lax.stop_gradient((q_BTNH, k_BTKH))
+    k_BKTH = jnp.swapaxes(k_BTKH, 1, 2)
+    c_BKSH = plan.centroids(plan.cut_blocks(k_BKTH, blocks, call.block_size, call.aligned))
+    return _by_platform(
+        implementation,
+        functools.partial(tpu.choose, call),
+        functools.partial(plan.choose, call),
+        q_BTNH,
+        c_BKSH,
+        blocks,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(implementation, call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks):
+    return _forward(implementation, call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks)[0]
+
+
+def _forward(implementation, call, *inputs):
+    o, top, inverse = _by_platform(
+        implementation,
+        functools.partial(tpu.forward, call),
+        functools.partial(xla.forward, call),
+        *inputs,
+    )
+    return o, (*inputs, o, top, inverse)
+
+
+def _backward(implementation, call, saved, do_BTNE):
+    dq, dk, dv = _by_platform(
+        implementation,
+        functools.partial(tpu.backward, call),
+        functools.partial(xla.backward, call),
+        *saved,
+        do_BTNE,
+    )
+    return dq, dk.astype(saved[1].dtype), dv.astype(saved[2].dtype), None, None
+
+
+_attention.defvjp(_forward, _backward)
 
 
 def choose_blocks(
@@ -139,22 +222,18 @@ def choose_blocks(
     """
     _check_blocks(block_size, top_k)
     _check_shapes(query, key, key, segment_ids)
-    B, T, N, H = query.shape
-    K, J = key.shape[2], top_k - 1
-    S = plan.num_candidates(T, block_size)
-    choices = min(J, S)
-    if choices == 0:
+    B, T, N, _ = query.shape
+    J = top_k - 1
+    call = plan.make_call(T, block_size, top_k, segment_ids is None, path="grouped")
+    if call.choices == 0:
         return jnp.zeros((B, T, N, J), jnp.int32), jnp.zeros((B, T, N, J), bool)
-    query, key = (lax.stop_gradient(_without_padding(x, segment_ids)) for x in (query, key))
+    query, key = (_without_padding(x, segment_ids) for x in (query, key))
     blocks = plan.find_blocks(T, block_size, segment_ids)
-    cut = plan.cut_blocks(jnp.swapaxes(key, 1, 2), blocks, block_size, segment_ids is None)
-    q_BKGTH = jnp.transpose(query.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
-    chosen_BKJGT = plan.choose(q_BKGTH, plan.centroids(cut), blocks, choices)
-    chosen_BTNJ = jnp.transpose(chosen_BKJGT, (0, 4, 1, 3, 2)).reshape(B, T, N, choices)
+    chosen_BTNJ = jnp.transpose(_choose(None, call, query, key, blocks), (0, 3, 1, 2))
     chosen_BTNJ = jnp.pad(
-        chosen_BTNJ, ((0, 0), (0, 0), (0, 0), (0, J - choices)), constant_values=-1
+        chosen_BTNJ, ((0, 0), (0, 0), (0, 0), (0, J - call.choices)), constant_values=-1
     )
-    start_BS = jnp.broadcast_to(blocks.start_BS, (B, S))
+    start_BS = jnp.broadcast_to(blocks.start_BS, (B, call.candidates))
     start_BTNJ = jax.vmap(lambda start_S, i: start_S[i])(start_BS, jnp.maximum(chosen_BTNJ, 0))
     valid_BTNJ = chosen_BTNJ >= 0
     return jnp.where(valid_BTNJ, start_BTNJ, 0), valid_BTNJ
@@ -195,6 +274,6 @@ def dot_flops(
         "key_width": head_width,
         "value_width": value_width,
     }
-    layout = xla.make_layout(**sizes, block_size=block_size, top_k=top_k, aligned=not segments)
-    forward, backward = xla.layout_flops(layout, **sizes)
+    call = plan.make_call(length, block_size, top_k, not segments)
+    forward, backward = xla.layout_flops(xla.make_layout(call, **sizes), **sizes)
     return forward, forward + backward

@@ -7,7 +7,8 @@ M tokens of a block, J choices (top_k - 1), R rows (one a query head and token, 
 P pairs of a row and a block it chose (p = j * R + r), Z tiles, U rows of a tile.
 """
 
-from typing import NamedTuple
+import dataclasses
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,41 @@ from jax import lax
 # Elements of the scores of one chunk of queries against all blocks.
 _CHOICE_ELEMENTS = 1 << 18
 _MIN_CHUNK = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is static about a call, beside the shapes.
+
+    Attributes:
+      block_size: M.
+      candidates: S.
+      choices: J, blocks to choose a query; 0 if `everything`.
+      everything: whether every candidate is attended, without a choice.
+      aligned: whether all rows are one document that begins at their first token.
+      scale: multiplies the scores of attention.
+      soft_cap: of the scores of attention.
+      path: of implementation "xla"; None: the cheaper.
+    """
+
+    block_size: int
+    candidates: int
+    choices: int
+    everything: bool
+    aligned: bool
+    scale: float
+    soft_cap: float | None
+    path: Literal["dense", "grouped"] | None = None
+
+
+def make_call(length, block_size, top_k, aligned, scale=1.0, soft_cap=None, path=None) -> Call:
+    """The static part of a call of `moba_attention` with checked arguments."""
+    candidates = num_candidates(length, block_size)
+    everything = top_k - 1 >= candidates
+    choices = 0 if everything and path != "grouped" else min(top_k - 1, candidates)
+    return Call(
+        block_size, candidates, choices, everything and not choices, aligned, scale, soft_cap, path
+    )
 
 
 class Blocks(NamedTuple):
@@ -132,15 +168,18 @@ def choice_chunk(batch: int, heads: int, length: int, blocks: int) -> int:
     return -(-length // chunks)
 
 
-def choose(q_BKGTH: jax.Array, c_BKSH: jax.Array, blocks: Blocks, choices: int) -> jax.Array:
+def choose(call: Call, q_BTNH: jax.Array, c_BKSH: jax.Array, blocks: Blocks) -> jax.Array:
     """Numbers of the best candidates of every query, best first; -1 where there are no more.
 
     Of equal scores the lowest number wins.
 
     Returns:
-      int32 [B, K, J, G, T].
+      int32 [B, N, J, T].
     """
-    B, K, G, T, H = q_BKGTH.shape
+    B, T, N, H = q_BTNH.shape
+    K = c_BKSH.shape[1]
+    G = N // K
+    q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, G, H), (0, 2, 3, 1, 4))
     S = c_BKSH.shape[2]
     chunk = choice_chunk(B, K * G, T, S)
     steps = -(-T // chunk)
@@ -165,10 +204,10 @@ def choose(q_BKGTH: jax.Array, c_BKSH: jax.Array, blocks: Blocks, choices: int) 
             return rest, jnp.where(top == -jnp.inf, -1, index)[:, :, 0]
 
         score_BKSGT = jnp.where(allowed, score_BKSGT, -jnp.inf)
-        return lax.scan(best, score_BKSGT, length=choices)[1]
+        return lax.scan(best, score_BKSGT, length=call.choices)[1]
 
     chosen = lax.map(choose_chunk, jnp.arange(steps, dtype=jnp.int32))
-    chosen = jnp.transpose(chosen, (2, 3, 1, 4, 0, 5)).reshape(B, K, choices, G, steps * chunk)
+    chosen = jnp.transpose(chosen, (2, 3, 4, 1, 0, 5)).reshape(B, N, call.choices, steps * chunk)
     return chosen[..., :T]
 
 
@@ -179,11 +218,13 @@ class Tiles(NamedTuple):
       block_BKZ: the block of each tile; tiles beyond the last pair have any.
       row_BKZU: the row in each slot of each tile, or R, one beyond the last, where it is empty.
       slot_BKP: the slot z * U + u of each pair; any where the pair is none.
+      used_BK: tiles; those from this one on are beyond the last pair.
     """
 
     block_BKZ: jax.Array
     row_BKZU: jax.Array
     slot_BKP: jax.Array
+    used_BK: jax.Array
 
 
 def max_pairs(length: int, block_size: int, choices: int) -> int:
@@ -196,7 +237,7 @@ def max_pairs(length: int, block_size: int, choices: int) -> int:
 
 
 def dispatch(chosen_BKP: jax.Array, rows: int, blocks: int, num_tiles: int, tile: int) -> Tiles:
-    """Sorts pairs by block into tiles of `tile` rows.
+    """Sorts pairs by block into tiles of `tile` rows; a block that nobody chose has an empty one.
 
     `num_tiles` must be at least floor(pairs / tile) + blocks.
     """
@@ -209,8 +250,9 @@ def dispatch(chosen_BKP: jax.Array, rows: int, blocks: int, num_tiles: int, tile
         edge_S = jnp.searchsorted(sorted_P, jnp.arange(blocks + 1, dtype=jnp.int32))
         edge_S = edge_S.astype(jnp.int32)
         count_S = edge_S[1:] - edge_S[:-1]
-        last_S = jnp.cumsum((count_S + tile - 1) // tile, dtype=jnp.int32)
-        first_S = last_S - (count_S + tile - 1) // tile
+        tiles_S = jnp.maximum((count_S + tile - 1) // tile, 1)
+        last_S = jnp.cumsum(tiles_S, dtype=jnp.int32)
+        first_S = last_S - tiles_S
 
         z_Z = jnp.arange(num_tiles, dtype=jnp.int32)
         block_Z = jnp.searchsorted(last_S, z_Z, side="right").astype(jnp.int32)
@@ -223,6 +265,6 @@ def dispatch(chosen_BKP: jax.Array, rows: int, blocks: int, num_tiles: int, tile
         first_P = jnp.pad(first_S * tile - edge_S[:-1], (0, 1))[sorted_P]
         slot_P = jnp.where(sorted_P < blocks, first_P + pair_P, 0)
         slot_P = jnp.zeros_like(slot_P).at[order_P].set(slot_P, unique_indices=True)
-        return Tiles(block_Z, row_ZU, slot_P)
+        return Tiles(block_Z, row_ZU, slot_P, last_S[-1])
 
     return jax.vmap(jax.vmap(tables))(chosen_BKP)

@@ -8,14 +8,12 @@ Axes: see plan.py; L keys of a window, E value width, W tiles of a step, Q rows 
 """
 
 import dataclasses
-import functools
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from kernels_pallas.moba import plan
 
@@ -95,6 +93,7 @@ def _own_windows(length: int, block_size: int, aligned: bool) -> tuple[Windows, 
 
 
 def make_layout(
+    call: plan.Call,
     *,
     batch: int,
     length: int,
@@ -102,44 +101,31 @@ def make_layout(
     groups: int,
     key_width: int,
     value_width: int,
-    block_size: int,
-    top_k: int,
-    aligned: bool,
-    path: Literal["dense", "grouped"] | None = None,
 ) -> Layout:
-    """The layout of a call from its static shapes; `path` forces one of the two."""
-    S = plan.num_candidates(length, block_size)
-    everything = top_k - 1 >= S
-    choices = min(top_k - 1, S)
-    dense = Layout(
-        block_size,
-        aligned,
-        True,
-        everything,
-        0 if everything else choices,
-        _dense_windows(length),
-    )
-    pairs = groups * plan.max_pairs(length, block_size, choices)
+    """The layout of a call from its static shapes."""
+    M, S, J = call.block_size, call.candidates, call.choices
+    dense = Layout(M, call.aligned, True, call.everything, J, _dense_windows(length))
+    pairs = groups * plan.max_pairs(length, M, J)
     tile = 8
-    while 2 * tile <= _MAX_TILE and 8 * tile <= block_size * choices * groups:
+    while 2 * tile <= _MAX_TILE and 8 * tile <= M * J * groups:
         tile *= 2
-    tiles = pairs // tile + S if choices else 0
-    together = _STEP_ELEMENTS // (batch * kv_heads * tile * block_size)
+    tiles = pairs // tile + S if J else 0
+    together = _STEP_ELEMENTS // (batch * kv_heads * tile * M)
     together = max(1, min(together, _MAX_STEP_TILES, tiles))
     grouped = Layout(
-        block_size,
-        aligned,
+        M,
+        call.aligned,
         False,
         False,
-        choices,
-        _own_windows(length, block_size, aligned),
+        J,
+        _own_windows(length, M, call.aligned),
         tile,
         together,
         -(-tiles // together),
     )
-    if path is not None:
-        return dense if path == "dense" else grouped
-    if everything or (choices and length <= _DENSE_LENGTH):
+    if call.path is not None:
+        return dense if call.path == "dense" else grouped
+    if call.everything or (J and length <= _DENSE_LENGTH):
         return dense
     sizes = (batch, length, kv_heads, groups, key_width, value_width)
     return min(grouped, dense, key=lambda layout: sum(layout_flops(layout, *sizes)))
@@ -486,13 +472,6 @@ def _chosen_backward(layout, tiles, q_BKRH, k_BKSMH, v_BKSME, saved_BKR: _Rows, 
 # --- Forward and backward --------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    layout: Layout
-    scale: float
-    soft_cap: float | None
-
-
 def _split_scale(scale, dtype) -> tuple[float, float]:
     """The scale as a multiplier of queries and a factor of scores."""
     if jnp.finfo(dtype).bits >= 32:
@@ -502,81 +481,125 @@ def _split_scale(scale, dtype) -> tuple[float, float]:
     return 2.0**exponent, factor
 
 
-def _forward(static: _Static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks):
-    layout = static.layout
+def _layout_of(call: plan.Call, q_BKGTH, v_BKTE) -> Layout:
     B, K, G, T, H = q_BKGTH.shape
-    multiplier, factor = _split_scale(static.scale, q_BKGTH.dtype)
-    q_BKGTH = q_BKGTH * multiplier
-    mask = _window_mask(layout, blocks, chosen_BKJGT)
-    parts = [
-        _window_forward(w, q_BKGTH, k_BKTH, v_BKTE, mask, factor, static.soft_cap)
-        for w in layout.windows
-    ]
-    part = jax.tree.map(lambda *x: jnp.concatenate(x, axis=3)[:, :, :, :T], *parts)
-    if layout.dense or not layout.choices:
-        return part, None
+    return make_layout(
+        call,
+        batch=B,
+        length=T,
+        kv_heads=K,
+        groups=G,
+        key_width=H,
+        value_width=v_BKTE.shape[3],
+    )
 
-    J, S = layout.choices, blocks.start_BS.shape[1]
-    tiles = plan.dispatch(
+
+def _dispatch(call: plan.Call, layout: Layout, chosen_BKJGT) -> plan.Tiles:
+    B, K, J, G, T = chosen_BKJGT.shape
+    return plan.dispatch(
         chosen_BKJGT.reshape(B, K, J * G * T),
         G * T,
-        S,
+        call.candidates,
         layout.steps * layout.step_tiles,
         layout.tile,
     )
-    k_BKSMH, v_BKSME = (
-        plan.cut_blocks(x, blocks, layout.block_size, layout.aligned) for x in (k_BKTH, v_BKTE)
-    )
-    chosen = _chosen_forward(
-        layout, tiles, q_BKGTH.reshape(B, K, G * T, H), k_BKSMH, v_BKSME, factor, static.soft_cap
-    )
-    slot_JBKR = jnp.moveaxis(tiles.slot_BKP.reshape(B, K, J, G * T), 2, 0)
-    valid_JBKGT = jnp.moveaxis(chosen_BKJGT >= 0, 2, 0)
-
-    def merge(part, pair):
-        slot_BKR, valid_BKGT = pair
-        other = _Part(*(_pair_values(x, slot_BKR, layout) for x in chosen))
-        other = _Part(*(x.reshape(y.shape) for x, y in zip(other, part, strict=True)))
-        top = jnp.maximum(part.top, jnp.where(valid_BKGT, other.top, -jnp.inf))
-        mine = jnp.exp(part.top - top)
-        its = jnp.where(valid_BKGT, jnp.exp(other.top - top), 0)
-        o = mine[..., None] * part.o + its[..., None] * other.o
-        return _Part(o, top, mine * part.total + its * other.total), None
-
-    return lax.scan(merge, part, (slot_JBKR, valid_JBKGT))[0], tiles
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: _Static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks):
-    return _attention_forward(static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks)[0]
+def _group_heads(x_BTNX, K: int):
+    """[B, K, G, T, X]."""
+    B, T, N, X = x_BTNX.shape
+    return jnp.transpose(x_BTNX.reshape(B, T, K, N // K, X), (0, 2, 3, 1, 4))
 
 
-def _attention_forward(static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks):
-    part, tiles = _forward(static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks)
-    inverse_BKGT = 1 / jnp.maximum(part.total, jnp.finfo(part.total.dtype).tiny)
-    o_BKGTE = part.o * inverse_BKGT[..., None]
-    saved = (q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks, tiles, o_BKGTE, part.top, inverse_BKGT)
-    return o_BKGTE, saved
+def _ungroup_heads(x_BKGTX):
+    B, K, G, T, X = x_BKGTX.shape
+    return jnp.transpose(x_BKGTX, (0, 3, 1, 2, 4)).reshape(B, T, K * G, X)
 
 
-def _attention_backward(static, saved, do_BKGTE):
-    q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks, tiles, o_BKGTE, top_BKGT, inverse_BKGT = saved
-    layout = static.layout
+def _group_choice(chosen_BNJT, K: int):
+    """[B, K, J, G, T]."""
+    B, N, J, T = chosen_BNJT.shape
+    return jnp.swapaxes(chosen_BNJT.reshape(B, K, N // K, J, T), 2, 3)
+
+
+def forward(call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks: plan.Blocks):
+    """Attention, and of each query the largest score and 1 / sum of exp(score - it).
+
+    Returns:
+      o_BTNE in the dtype of queries, top_BNT, inverse_BNT float32 at least.
+    """
+    K = k_BTKH.shape[2]
+    q_BKGTH, chosen_BKJGT = _group_heads(q_BTNH, K), _group_choice(chosen_BNJT, K)
+    k_BKTH, v_BKTE = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKE))
+    layout = _layout_of(call, q_BKGTH, v_BKTE)
     B, K, G, T, H = q_BKGTH.shape
-    dtypes = [x.dtype for x in (q_BKGTH, k_BKTH, v_BKTE)]
-    multiplier, factor = _split_scale(static.scale, q_BKGTH.dtype)
+    dtype = q_BKGTH.dtype
+    multiplier, factor = _split_scale(call.scale, dtype)
     q_BKGTH = q_BKGTH * multiplier
-    delta_BKGT = jnp.sum(do_BKGTE * o_BKGTE, axis=-1)
-    rows = _Rows(top_BKGT, inverse_BKGT, do_BKGTE.astype(v_BKTE.dtype), delta_BKGT)
+    mask = _window_mask(layout, blocks, chosen_BKJGT)
+    parts = [
+        _window_forward(w, q_BKGTH, k_BKTH, v_BKTE, mask, factor, call.soft_cap)
+        for w in layout.windows
+    ]
+    part = jax.tree.map(lambda *x: jnp.concatenate(x, axis=3)[:, :, :, :T], *parts)
+    if not layout.dense and layout.choices:
+        tiles = _dispatch(call, layout, chosen_BKJGT)
+        k_BKSMH, v_BKSME = (
+            plan.cut_blocks(x, blocks, layout.block_size, layout.aligned) for x in (k_BKTH, v_BKTE)
+        )
+        chosen = _chosen_forward(
+            layout, tiles, q_BKGTH.reshape(B, K, G * T, H), k_BKSMH, v_BKSME, factor, call.soft_cap
+        )
+        slot_JBKR = jnp.moveaxis(tiles.slot_BKP.reshape(B, K, layout.choices, G * T), 2, 0)
+        valid_JBKGT = jnp.moveaxis(chosen_BKJGT >= 0, 2, 0)
+
+        def merge(part, pair):
+            slot_BKR, valid_BKGT = pair
+            other = _Part(*(_pair_values(x, slot_BKR, layout) for x in chosen))
+            other = _Part(*(x.reshape(y.shape) for x, y in zip(other, part, strict=True)))
+            top = jnp.maximum(part.top, jnp.where(valid_BKGT, other.top, -jnp.inf))
+            mine = jnp.exp(part.top - top)
+            its = jnp.where(valid_BKGT, jnp.exp(other.top - top), 0)
+            o = mine[..., None] * part.o + its[..., None] * other.o
+            return _Part(o, top, mine * part.total + its * other.total), None
+
+        part = lax.scan(merge, part, (slot_JBKR, valid_JBKGT))[0]
+    inverse_BKGT = 1 / jnp.maximum(part.total, jnp.finfo(part.total.dtype).tiny)
+    o_BTNE = _ungroup_heads((part.o * inverse_BKGT[..., None]).astype(dtype))
+    return o_BTNE, *(x.reshape(B, K * G, T) for x in (part.top, inverse_BKGT))
+
+
+def backward(
+    call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, o, top, inverse, do_BTNE
+):
+    """Gradients of queries in their dtype, and of keys and values in float32 at least.
+
+    Args:
+      o, top, inverse: what `forward` returned.
+    """
+    K = k_BTKH.shape[2]
+    q_BKGTH, o, do_BKGTE = (_group_heads(x, K) for x in (q_BTNH, o, do_BTNE))
+    chosen_BKJGT = _group_choice(chosen_BNJT, K)
+    k_BKTH, v_BKTE = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKE))
+    layout = _layout_of(call, q_BKGTH, v_BKTE)
+    B, K, G, T, H = q_BKGTH.shape
+    top, inverse = (x.reshape(B, K, G, T) for x in (top, inverse))
+    dtype = q_BKGTH.dtype
+    multiplier, factor = _split_scale(call.scale, dtype)
+    q_BKGTH = q_BKGTH * multiplier
+    do_BKGTE = do_BKGTE.astype(top.dtype)
+    delta_BKGT = jnp.sum(do_BKGTE * o, axis=-1)
+    rows = _Rows(top, inverse, do_BKGTE.astype(v_BKTE.dtype), delta_BKGT)
     mask = _window_mask(layout, blocks, chosen_BKJGT)
     dq, dk, dv = [], 0, 0
     for w in layout.windows:
-        part = _window_backward(w, q_BKGTH, k_BKTH, v_BKTE, mask, rows, factor, static.soft_cap)
+        part = _window_backward(w, q_BKGTH, k_BKTH, v_BKTE, mask, rows, factor, call.soft_cap)
         dq.append(part[0])
         dk, dv = dk + part[1], dv + part[2]
     dq = jnp.concatenate(dq, axis=3)[:, :, :, :T]
 
-    if tiles is not None:
+    if not layout.dense and layout.choices:
+        tiles = _dispatch(call, layout, chosen_BKJGT)
         k_BKSMH, v_BKSME = (
             plan.cut_blocks(x, blocks, layout.block_size, layout.aligned) for x in (k_BKTH, v_BKTE)
         )
@@ -589,7 +612,7 @@ def _attention_backward(static, saved, do_BKGTE):
             v_BKSME,
             rows,
             factor,
-            static.soft_cap,
+            call.soft_cap,
         )
         dk = dk + plan.paste_blocks(dk_BKSMH, blocks, T, layout.aligned)
         dv = dv + plan.paste_blocks(dv_BKSME, blocks, T, layout.aligned)
@@ -601,52 +624,5 @@ def _attention_backward(static, saved, do_BKGTE):
 
         slot_BKJR = tiles.slot_BKP.reshape(B, K, layout.choices, G * T)
         dq, _ = lax.scan(add, dq, (jnp.moveaxis(slot_BKJR, 2, 0), jnp.moveaxis(chosen_BKJGT, 2, 0)))
-    dq = dq * multiplier
-    dq, dk, dv = (x.astype(t) for x, t in zip((dq, dk, dv), dtypes, strict=True))
-    return dq, dk, dv, None, None
-
-
-_attention.defvjp(_attention_forward, _attention_backward)
-
-
-def attention(
-    q_BTNH,
-    k_BTKH,
-    v_BTKE,
-    *,
-    block_size: int,
-    top_k: int,
-    scale: float,
-    segment_ids_BT=None,
-    soft_cap: float | None = None,
-    path: Literal["dense", "grouped"] | None = None,
-) -> jax.Array:
-    """MoBA of checked arguments, [B, T, N, E] in float32 at least; `path` forces one of the two."""
-    B, T, N, H = q_BTNH.shape
-    K, E = v_BTKE.shape[2:]
-    layout = make_layout(
-        batch=B,
-        length=T,
-        kv_heads=K,
-        groups=N // K,
-        key_width=H,
-        value_width=E,
-        block_size=block_size,
-        top_k=top_k,
-        aligned=segment_ids_BT is None,
-        path=path,
-    )
-    blocks = plan.find_blocks(T, block_size, segment_ids_BT)
-    q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
-    k_BKTH, v_BKTE = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKE))
-    chosen_BKJGT = jnp.zeros((B, K, 0, N // K, T), jnp.int32)
-    if layout.choices:
-        cut = plan.cut_blocks(lax.stop_gradient(k_BKTH), blocks, block_size, layout.aligned)
-        chosen_BKJGT = plan.choose(
-            lax.stop_gradient(q_BKGTH), plan.centroids(cut), blocks, layout.choices
-        )
-        # Named where remat policies see it: the backward pass must use the very same blocks.
-        chosen_BKJGT = checkpoint_name(chosen_BKJGT, "moba_chosen_blocks")
-    static = _Static(layout, scale, soft_cap)
-    o_BKGTE = _attention(static, q_BKGTH, k_BKTH, v_BKTE, chosen_BKJGT, blocks)
-    return jnp.transpose(o_BKGTE, (0, 3, 1, 2, 4)).reshape(B, T, N, E)
+    dq = _ungroup_heads((dq * multiplier).astype(dtype))
+    return dq, jnp.swapaxes(dk, 1, 2), jnp.swapaxes(dv, 1, 2)

@@ -16,7 +16,7 @@ from kernels_pallas.moba import plan, xla
 from tests.jaxpr import dot_flops, equations
 from tests.kernels import moba_numpy
 
-IMPLEMENTATIONS = ("reference", "dense", "grouped")
+IMPLEMENTATIONS = ("reference", "dense", "grouped", "pallas_tpu")
 XLA_PATHS = ("dense", "grouped")
 # Code for tiny shapes takes longer to optimise than to run.
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
@@ -26,8 +26,8 @@ def traced(name, *args, **options):
     """moba_attention by one implementation, "xla" also on one of its two paths."""
     if name not in XLA_PATHS:
         return moba.moba_attention(*args, implementation=name, **options)
-    forced = {"xla": functools.partial(xla.attention, path=name)}
-    with mock.patch.dict(moba._IMPLEMENTATIONS, forced):
+    forced = functools.partial(plan.make_call, path=name)
+    with mock.patch.object(plan, "make_call", forced):
         return moba.moba_attention(*args, implementation="xla", **options)
 
 
@@ -582,15 +582,13 @@ def test_a_million_tokens_lower():
         if eqn.primitive.name == "iota":
             assert eqn.outvars[0].aval.size < 2**31
     layout = xla.make_layout(
+        plan.make_call(1 << 20, 512, 4, aligned=False),
         batch=1,
         length=1 << 20,
         kv_heads=4,
         groups=8,
         key_width=128,
         value_width=128,
-        block_size=512,
-        top_k=4,
-        aligned=False,
     )
     assert not layout.dense
     assert 8 * (1 << 20) * 3 < layout.steps * layout.step_tiles * layout.tile < 2**31
@@ -667,15 +665,17 @@ def test_dispatch_tables(seed):
     num_tiles = rows * J // tile + S
     dispatch = jax.jit(plan.dispatch, static_argnums=(1, 2, 3, 4))
     tiles = dispatch(jnp.asarray(chosen.reshape(1, 1, -1)), rows, S, num_tiles, tile)
-    block, row, slot = (np.asarray(x)[0, 0] for x in tiles)
+    block, row, slot, used = (np.asarray(x)[0, 0] for x in tiles)
     valid = chosen.reshape(-1) >= 0
     assert len(set(slot[valid])) == valid.sum()
     for p in np.flatnonzero(valid):
         assert block[slot[p] // tile] == chosen.reshape(-1)[p]
         assert row.reshape(-1)[slot[p]] == p % rows
     assert (row < rows).sum() == valid.sum() and np.all(row <= rows)
-    # Tiles of one block follow each other.
+    # Tiles of one block follow each other, and a block that nobody chose has one too.
     assert np.all(np.diff(block) >= 0)
+    assert set(block[:used]) == set(range(S))
+    assert np.all(row[used:] == rows) and slot[valid].max() < used * tile
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 8])

@@ -1,0 +1,451 @@
+"""MoBA for TPUs: intervals of keys for the own block, tiles of queries for the chosen ones.
+
+Long rows are taken a group of query heads at a time, and in the group a chunk of tokens at a time,
+so that what is gathered stays small beside the inputs.
+
+Axes: see plan.py; A key heads of all batch rows of a group, X a gathered row with its statistics.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout as DeviceLayout
+from jax.experimental.layout import with_layout_constraint
+
+from kernels_pallas.moba import plan, tpu_choose, tpu_interval, tpu_tiles
+from kernels_pallas.moba.tpu_tiles import LANES
+
+_WINDOW = 512
+_TILE = 256
+_CHOOSE_TILE = 512
+# Pairs of a query and a block that are gathered and attended at once: it bounds the memory.
+_CHUNK_PAIRS = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Everything static about one call.
+
+    Attributes:
+      heads: query heads of a group: all of them, or some of one key head's.
+      length: tokens, padded to whole tiles and chunks.
+      window: tokens of a tile of the interval kernels.
+      reach: tiles of keys that a tile of queries reaches.
+      tokens: of a chunk.
+      tile: queries of a tile that chose the same block.
+      tiles: of a chunk.
+    """
+
+    heads: int
+    length: int
+    window: int
+    reach: int
+    tokens: int
+    tile: int = 0
+    tiles: int = 0
+
+
+def _chunk_windows(windows: int, most: int) -> int:
+    """Windows of a chunk: a divisor of all of them, or `most` if none is near."""
+    if windows <= most:
+        return windows
+    divisor = max(d for d in range(1, most + 1) if windows % d == 0)
+    return divisor if 2 * divisor > most else most
+
+
+def make_layout(call: plan.Call, B: int, T: int, N: int, K: int) -> Layout:
+    """The layout of a call from its static shapes."""
+    M, J, G = call.block_size, call.choices, N // K
+    window = min(_WINDOW, -(-T // LANES) * LANES)
+    windows = -(-T // window)
+    if call.everything:
+        reach = windows
+    elif call.aligned and M % window == 0:
+        reach = M // window
+    elif call.aligned and window % M == 0:
+        reach = 1
+    else:
+        reach = -(-(M - 1) // window) + 1
+    reach = min(reach, windows)
+    if not J:
+        return Layout(N, windows * window, window, reach, windows * window)
+    # A tile that its block's queries fill seldom is wasted; a block has J * G * M on average.
+    tile = _TILE if M <= 1024 else _TILE // 2
+    while tile > 16 and tile > J * G * M // 2:
+        tile //= 2
+    # Every block has a tile of its own in every chunk, so that few chunks waste few.
+    most = max(_CHUNK_PAIRS, 4 * tile * call.candidates)
+    heads, chunk = N, windows
+    if most < B * N * T * J:
+        heads = math.gcd(G, max(1, most // (B * T * J)))
+        chunk = _chunk_windows(windows, max(1, most // (B * heads * J * window)))
+    tokens = chunk * window
+    rows = min(heads, G) * tokens
+    length = -(-windows // chunk) * tokens
+    return Layout(heads, length, window, reach, tokens, tile, rows * J // tile + call.candidates)
+
+
+def _merge_heads(x):
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _pad_tokens(x, axis, length, value=0):
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, length - x.shape[axis])
+    return jnp.pad(x, widths, constant_values=value)
+
+
+def _low(call: plan.Call, blocks: plan.Blocks, length: int):
+    """Where each query's interval begins: behind the query if it is padding."""
+    low_BT = blocks.own_BT
+    if call.everything:
+        low_BT = low_BT - (blocks.end_BT - blocks.first_BT) * call.block_size
+    t_T = jnp.arange(low_BT.shape[1], dtype=jnp.int32)
+    low_BT = jnp.where(blocks.own_BT < 0, t_T + 1, low_BT)
+    padding = jnp.arange(t_T.shape[0], length, dtype=jnp.int32) + 1
+    padding = jnp.broadcast_to(padding, (low_BT.shape[0], padding.shape[0]))
+    return jnp.concatenate([low_BT, padding], axis=1)
+
+
+# --- Groups of heads and chunks of tokens ---------------------------------------------------------
+
+
+def _row_major(x):
+    """Keeps the compiler from turning whole arrays round because a loop wants slices turned."""
+    return with_layout_constraint(x, DeviceLayout(tuple(range(x.ndim))))
+
+
+def _group_of(x, axis: int, start, heads: int):
+    """Some of the heads; all of them are left as they are."""
+    if heads == x.shape[axis]:
+        return x
+    return _row_major(lax.dynamic_slice_in_dim(x, start, heads, axis))
+
+
+def _put_group(x, part, axis: int, start):
+    return lax.dynamic_update_slice_in_dim(x, _row_major(part), start, axis)
+
+
+def _over_groups(function, layout: Layout, N: int, K: int, carry):
+    """function(carry, first query head, query heads, first key head, key heads) -> carry."""
+    if layout.heads == N:
+        return function(carry, 0, N, 0, K)
+    groups_a_key_head = N // K // layout.heads
+
+    def body(i, carry):
+        return function(carry, i * layout.heads, layout.heads, i // groups_a_key_head, 1)
+
+    return lax.fori_loop(0, N // layout.heads, body, carry)
+
+
+def _queries(layout, x_BTNX, start, heads: int, key_heads: int):
+    """Some query heads, [A, G, length, X]."""
+    x_BTNX = _group_of(x_BTNX, 2, start, heads)
+    B, T, _, X = x_BTNX.shape
+    x_BKGTX = jnp.transpose(x_BTNX.reshape(B, T, key_heads, -1, X), (0, 2, 3, 1, 4))
+    return _pad_tokens(_merge_heads(x_BKGTX), 2, layout.length)
+
+
+def _as_heads(x_AGTX, B: int, T: int):
+    """The transpose of `_queries`, [B, T, heads, X]."""
+    A, G, _, X = x_AGTX.shape
+    x_BKGTX = x_AGTX[:, :, :T].reshape(B, A // B, G, T, X)
+    return jnp.transpose(x_BKGTX, (0, 3, 1, 2, 4)).reshape(B, T, A // B * G, X)
+
+
+def _multiplied(call, q):
+    multiplier = tpu_tiles.query_multiplier(call.scale, call.soft_cap)
+    return (q.astype(jnp.float32) * multiplier).astype(q.dtype)
+
+
+def _keys(x_BTKX, start, key_heads: int):
+    """Some key heads, [B, K, T, X]."""
+    return jnp.swapaxes(_group_of(x_BTKX, 2, start, key_heads), 1, 2)
+
+
+def _cut(call, blocks, x_BKTX):
+    return _merge_heads(plan.cut_blocks(x_BKTX, blocks, call.block_size, call.aligned))
+
+
+def _choice(layout, chosen_BNJT, start, heads: int, key_heads: int):
+    """[A, J * G, length], so that the tokens are on axis 2, and no axis of a few is the last."""
+    chosen_BnJT = _group_of(chosen_BNJT, 1, start, heads)
+    B, _, J, T = chosen_BnJT.shape
+    chosen_BKJGT = jnp.swapaxes(chosen_BnJT.reshape(B, key_heads, -1, J, T), 2, 3)
+    return _pad_tokens(chosen_BKJGT.reshape(B * key_heads, -1, T), 2, layout.length, -1)
+
+
+def _over_tokens(function, layout: Layout, sums, tokens, constants):
+    """Runs function(sums, tokens, constants) -> (sums, tokens) on one chunk after another.
+
+    `tokens` are arrays [A, ..., length] or [A, ..., length, width] with the tokens on axis 2,
+    updated in place; `constants` are read only.
+    """
+    chunks = layout.length // layout.tokens
+    if chunks == 1:
+        return function(sums, tokens, constants)
+
+    def body(i, carry):
+        sums, tokens = carry
+
+        def at(x):
+            return lax.dynamic_slice_in_dim(x, i * layout.tokens, layout.tokens, 2)
+
+        sums, new = function(sums, jax.tree.map(at, tokens), jax.tree.map(at, constants))
+
+        def put(x, part):
+            return lax.dynamic_update_slice_in_dim(x, part, i * layout.tokens, 2)
+
+        return sums, jax.tree.map(put, tokens, new)
+
+    return lax.fori_loop(0, chunks, body, (sums, tokens))
+
+
+def _dispatch(call, layout, chosen_APt):
+    """Tables of the pairs of a chunk; rows and slots count through all of its heads."""
+    A, _, t = chosen_APt.shape
+    J = call.choices
+    rows, slots = chosen_APt.shape[1] // J * t, layout.tiles * layout.tile
+    tiles = plan.dispatch(
+        chosen_APt.reshape(1, A, J * rows), rows, call.candidates, layout.tiles, layout.tile
+    )
+    block_AZ, row_AZU, slot_AP, used_A = (x[0] for x in tiles)
+    head_A = jnp.arange(A, dtype=jnp.int32)
+    # Empty slots point to the row behind all others.
+    row_AZU = jnp.where(row_AZU < rows, head_A[:, None, None] * rows + row_AZU, A * rows)
+    slot_JAR = jnp.swapaxes((head_A[:, None] * slots + slot_AP).reshape(A, J, rows), 0, 1)
+    valid_JAR = jnp.swapaxes(chosen_APt.reshape(A, J, rows) >= 0, 0, 1)
+    return block_AZ, used_A, row_AZU, (slot_JAR, valid_JAR)
+
+
+def _gather(x_AGtX, row_AZU):
+    """Rows of all heads, counted through, and one of zeros behind them."""
+    x_RX = jnp.pad(x_AGtX.reshape(-1, x_AGtX.shape[3]), ((0, 8), (0, 0)))
+    return x_RX.at[row_AZU].get(mode="promise_in_bounds")
+
+
+# --- Forward --------------------------------------------------------------------------------------
+
+
+def _forward_chunk(call, layout, interpret, k_ASMH, v_ASME, part, q_AGtH, chosen_APt):
+    """Adds the chosen blocks to `part`: o, top and total, [A, G, t, ...]."""
+    A, G, t, _ = q_AGtH.shape
+    E = v_ASME.shape[3]
+    block_AZ, used_A, row_AZU, pairs = _dispatch(call, layout, chosen_APt)
+    packed = tpu_tiles.forward(
+        block_AZ,
+        used_A,
+        _gather(q_AGtH, row_AZU),
+        k_ASMH,
+        v_ASME,
+        soft_cap=call.soft_cap,
+        interpret=interpret,
+    )
+    packed = packed.reshape(-1, E + LANES)
+
+    def merge(part, pair):
+        slot_AR, valid_AR = pair
+        o, top, total = part
+        row = jnp.where(valid_AR[..., None], packed[slot_AR], 0)
+        its_top, its_total = (x[..., 0] for x in tpu_tiles.from_lanes(row[..., E:]))
+        new = jnp.maximum(top, jnp.where(valid_AR, its_top, -jnp.inf))
+        mine = jnp.exp2(top - new)
+        its = jnp.where(valid_AR, jnp.exp2(its_top - new), 0)
+        o = mine[..., None] * o + its[..., None] * row[..., :E].astype(o.dtype)
+        return (o, new, mine * total + its * its_total), None
+
+    o, top, total = (x.reshape(A, G * t, *x.shape[3:]) for x in part)
+    part, _ = lax.scan(merge, (o.astype(jnp.float32), top, total), pairs)
+    return tuple(x.reshape(A, G, t, *x.shape[2:]) for x in part)
+
+
+def _normalise(o, top, total, dtype):
+    inverse = 1 / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
+    return (o.astype(jnp.float32) * inverse[..., None]).astype(dtype), top, inverse
+
+
+def forward(call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, *, interpret: bool):
+    """Attention, and of each query the largest score to base 2 and 1 / sum of exp2(score - it).
+
+    Returns:
+      o_BTNE in the dtype of queries, top_BNT, inverse_BNT float32.
+    """
+    B, T, N, _ = q_BTNH.shape
+    K, E = v_BTKE.shape[2:]
+    dtype = q_BTNH.dtype
+    layout = make_layout(call, B, T, N, K)
+    low_BT = _low(call, blocks, layout.length)
+
+    def group(out, start, heads, key_start, key_heads):
+        q_AGTH = _multiplied(call, _queries(layout, q_BTNH, start, heads, key_heads))
+        k_BKTH, v_BKTE = (_keys(x, key_start, key_heads) for x in (k_BTKH, v_BTKE))
+        part = tpu_interval.forward(
+            low_BT,
+            q_AGTH,
+            *(_pad_tokens(_merge_heads(x), 1, layout.length) for x in (k_BKTH, v_BKTE)),
+            W=layout.window,
+            reach=layout.reach,
+            soft_cap=call.soft_cap,
+            interpret=interpret,
+        )
+        if not call.choices:
+            part = _normalise(*part, dtype)
+        else:
+            k_ASMH, v_ASME = (_cut(call, blocks, x) for x in (k_BKTH, v_BKTE))
+
+            def chunk(sums, part, constants):
+                part = _forward_chunk(call, layout, interpret, k_ASMH, v_ASME, part, *constants)
+                return sums, _normalise(*part, dtype)
+
+            constants = q_AGTH, _choice(layout, chosen_BNJT, start, heads, key_heads)
+            _, part = _over_tokens(chunk, layout, (), part, constants)
+        o, *stats = part
+        parts = _as_heads(o, B, T), *(x.reshape(B, heads, -1)[:, :, :T] for x in stats)
+        if heads == N:
+            return parts
+        return tuple(
+            _put_group(x, part, axis, start)
+            for x, part, axis in zip(out, parts, (2, 1, 1), strict=True)
+        )
+
+    out = (
+        jnp.zeros((B, T, N, E), dtype),
+        jnp.zeros((B, N, T), jnp.float32),
+        jnp.zeros((B, N, T), jnp.float32),
+    )
+    return _over_groups(group, layout, N, K, out)
+
+
+# --- Backward -------------------------------------------------------------------------------------
+
+
+def _backward_chunk(
+    call, layout, interpret, k_ASMH, v_ASME, sums, dq_AGtH, q_AGtH, do_AGtE, stats, chosen_APt
+):
+    """Adds the chosen blocks to the gradients of all keys and values and of these queries."""
+    A, G, t, H = q_AGtH.shape
+    block_AZ, used_A, row_AZU, pairs = _dispatch(call, layout, chosen_APt)
+    lanes = tpu_tiles.to_lanes(*(x[..., None] for x in stats), q_AGtH.dtype)
+    dq, dk_ASMH, dv_ASME = tpu_tiles.backward(
+        block_AZ,
+        used_A,
+        _gather(jnp.concatenate([q_AGtH, do_AGtE, lanes], axis=-1), row_AZU),
+        k_ASMH,
+        v_ASME,
+        *sums,
+        soft_cap=call.soft_cap,
+        interpret=interpret,
+    )
+    dq = dq.reshape(-1, H)
+
+    def add(total, pair):
+        slot_AR, valid_AR = pair
+        return total + jnp.where(valid_AR[..., None], dq[slot_AR], 0).astype(total.dtype), None
+
+    total = dq_AGtH.reshape(A, G * t, H).astype(jnp.float32)
+    total, _ = lax.scan(add, total, pairs)
+    return (dk_ASMH, dv_ASME), total.reshape(dq_AGtH.shape).astype(dq_AGtH.dtype)
+
+
+def backward(
+    call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, o, top, inverse, do_BTNE,
+    *, interpret: bool,
+):  # fmt: skip
+    """Gradients of queries in their dtype, and of keys and values in float32.
+
+    Args:
+      o, top, inverse: what `forward` returned.
+    """
+    B, T, N, H = q_BTNH.shape
+    K, E = v_BTKE.shape[2:]
+    layout = make_layout(call, B, T, N, K)
+    low_BT = _low(call, blocks, layout.length)
+
+    def stat(x_BNT, start, heads, key_heads):
+        x_AGT = _group_of(x_BNT, 1, start, heads).reshape(B * key_heads, -1, T)
+        return _pad_tokens(x_AGT, 2, layout.length)
+
+    def group(sums, start, heads, key_start, key_heads):
+        def queries(x):
+            return _queries(layout, x, start, heads, key_heads)
+
+        q_AGTH = _multiplied(call, queries(q_BTNH))
+        k_BKTH, v_BKTE = (_keys(x, key_start, key_heads) for x in (k_BTKH, v_BTKE))
+        top_AGT, inverse_AGT = (stat(x, start, heads, key_heads) for x in (top, inverse))
+        do_AGTE = queries(do_BTNE).astype(jnp.float32) * inverse_AGT[..., None]
+        delta_AGT = jnp.sum(do_AGTE * queries(o).astype(jnp.float32), axis=-1)
+        do_AGTE = do_AGTE.astype(v_BTKE.dtype)
+        dq_AGTH, dk_ATH, dv_ATE = tpu_interval.backward(
+            low_BT,
+            q_AGTH,
+            *(_pad_tokens(_merge_heads(x), 1, layout.length) for x in (k_BKTH, v_BKTE)),
+            do_AGTE,
+            top_AGT,
+            delta_AGT,
+            W=layout.window,
+            reach=layout.reach,
+            soft_cap=call.soft_cap,
+            interpret=interpret,
+        )
+        own = tuple(x.reshape(B, key_heads, *x.shape[1:])[:, :, :T] for x in (dk_ATH, dv_ATE))
+        if call.choices:
+            k_ASMH, v_ASME = (_cut(call, blocks, x) for x in (k_BKTH, v_BKTE))
+
+            def chunk(sums, dq_AGtH, constants):
+                return _backward_chunk(
+                    call, layout, interpret, k_ASMH, v_ASME, sums, dq_AGtH, *constants
+                )
+
+            chosen_APT = _choice(layout, chosen_BNJT, start, heads, key_heads)
+            constants = q_AGTH, do_AGTE, (top_AGT, delta_AGT), chosen_APT
+            # The sums of chosen blocks begin with what their own queries gave.
+            chosen = tuple(_cut(call, blocks, x) for x in own)
+            chosen, dq_AGTH = _over_tokens(chunk, layout, chosen, dq_AGTH, constants)
+            part = (blocks.slot_BT >= 0)[:, None, :, None]
+            chosen = (x.reshape(B, key_heads, *x.shape[1:]) for x in chosen)
+            own = tuple(
+                jnp.where(part, plan.paste_blocks(x, blocks, T, call.aligned), y)
+                for x, y in zip(chosen, own, strict=True)
+            )
+        dq = _as_heads((dq_AGTH.astype(jnp.float32) * call.scale).astype(q_BTNH.dtype), B, T)
+        dk, dv = (jnp.swapaxes(x, 1, 2) for x in own)
+        if heads == N:
+            return dq, dk, dv
+        dq = _put_group(sums[0], dq, 2, start)
+        return dq, *(
+            _put_group(x, _group_of(x, 2, key_start, key_heads) + part, 2, key_start)
+            for x, part in zip(sums[1:], (dk, dv), strict=True)
+        )
+
+    sums = (
+        jnp.zeros((B, T, N, H), q_BTNH.dtype),
+        jnp.zeros((B, T, K, H), jnp.float32),
+        jnp.zeros((B, T, K, E), jnp.float32),
+    )
+    dq, dk, dv = _over_groups(group, layout, N, K, sums)
+    return dq, dk * tpu_tiles.key_gradient_factor(call.soft_cap), dv
+
+
+# --- The choice -----------------------------------------------------------------------------------
+
+
+def choose(call: plan.Call, q_BTNH, c_BKSH, blocks: plan.Blocks, *, interpret: bool):
+    """`plan.choose` in one pass over the blocks, without a buffer of scores."""
+    B, T, N, H = q_BTNH.shape
+    K = c_BKSH.shape[1]
+    tile = min(_CHOOSE_TILE, -(-T // LANES) * LANES)
+    length = -(-T // tile) * tile
+    q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
+    chosen_AGJT = tpu_choose.choose(
+        _pad_tokens(blocks.first_BT, 1, length),
+        _pad_tokens(blocks.end_BT, 1, length),
+        _pad_tokens(_merge_heads(q_BKGTH), 2, length),
+        _merge_heads(c_BKSH),
+        choices=call.choices,
+        tile=tile,
+        interpret=interpret,
+    )
+    return chosen_AGJT.reshape(B, N, call.choices, length)[..., :T]
