@@ -236,6 +236,18 @@ def max_pairs(length: int, block_size: int, choices: int) -> int:
     )
 
 
+def _sort(key_P, pair_P, largest: int):
+    """Keys in order, up to `largest`, and their pairs in order under each key."""
+    bits = max(1, (pair_P.shape[0] - 1).bit_length())
+    if (largest + 1) << bits > 1 << 32:
+        return lax.sort((key_P, pair_P), num_keys=2, is_stable=False)
+    # Both in one number: a sort of one array is faster, and compiles in a third of the time.
+    both_P = (key_P.astype(jnp.uint32) << bits) | pair_P.astype(jnp.uint32)
+    both_P = lax.sort(both_P, is_stable=False)
+    pair_P = both_P & jnp.uint32((1 << bits) - 1)
+    return (both_P >> bits).astype(jnp.int32), pair_P.astype(jnp.int32)
+
+
 def dispatch(chosen_BKP: jax.Array, rows: int, blocks: int, num_tiles: int, tile: int) -> Tiles:
     """Sorts pairs by block into tiles of `tile` rows; a block that nobody chose has an empty one.
 
@@ -245,8 +257,7 @@ def dispatch(chosen_BKP: jax.Array, rows: int, blocks: int, num_tiles: int, tile
     def tables(block_P):
         P = block_P.shape[0]
         pair_P = jnp.arange(P, dtype=jnp.int32)
-        key_P = jnp.where(block_P < 0, blocks, block_P)
-        sorted_P, order_P = lax.sort((key_P, pair_P), num_keys=1, is_stable=True)
+        sorted_P, order_P = _sort(jnp.where(block_P < 0, blocks, block_P), pair_P, blocks)
         edge_S = jnp.searchsorted(sorted_P, jnp.arange(blocks + 1, dtype=jnp.int32))
         edge_S = edge_S.astype(jnp.int32)
         count_S = edge_S[1:] - edge_S[:-1]

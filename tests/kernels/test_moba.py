@@ -678,6 +678,18 @@ def test_dispatch_tables(seed):
     assert np.all(row[used:] == rows) and slot[valid].max() < used * tile
 
 
+def test_both_sorts_agree():
+    """Pairs too many for one number are sorted by two."""
+    rng = np.random.default_rng(0)
+    keys = jnp.asarray(rng.integers(0, 9, 300), jnp.int32)
+    pairs = jnp.arange(300, dtype=jnp.int32)
+    one, two = (plan._sort(keys, pairs, largest) for largest in (8, 1 << 24))
+    order = np.argsort(np.asarray(keys), kind="stable")
+    for sort in (one, two):
+        assert np.array_equal(sort[0], np.asarray(keys)[order])
+        assert np.array_equal(sort[1], order)
+
+
 @pytest.mark.parametrize("block_size", [1, 3, 8])
 def test_candidates_of_random_documents(block_size):
     rng = np.random.default_rng(block_size)
