@@ -73,7 +73,7 @@ def make_layout(call: plan.Call, B: int, T: int, N: int, K: int) -> Layout:
     if not J:
         return Layout(N, windows * window, window, reach, windows * window)
     # A tile that its block's queries fill seldom is wasted; a block has J * G * M on average.
-    tile = _TILE if M <= 1024 else _TILE // 2
+    tile = _TILE
     while tile > 16 and tile > J * G * M // 2:
         tile //= 2
     # Every block has a tile of its own in every chunk, so that few chunks waste few.
@@ -83,9 +83,17 @@ def make_layout(call: plan.Call, B: int, T: int, N: int, K: int) -> Layout:
         heads = math.gcd(G, max(1, most // (B * T * J)))
         chunk = _chunk_windows(windows, max(1, most // (B * heads * J * window)))
     tokens = chunk * window
-    rows = min(heads, G) * tokens
+    rows = B * heads * tokens
     length = -(-windows // chunk) * tokens
-    return Layout(heads, length, window, reach, tokens, tile, rows * J // tile + call.candidates)
+    return Layout(
+        heads,
+        length,
+        window,
+        reach,
+        tokens,
+        tile,
+        rows * J // tile + B * max(1, heads // G) * call.candidates,
+    )
 
 
 def _merge_heads(x):
@@ -205,26 +213,23 @@ def _over_tokens(function, layout: Layout, sums, tokens, constants):
 
 
 def _dispatch(call, layout, chosen_APt):
-    """Tables of the pairs of a chunk; rows and slots count through all of its heads."""
-    A, _, t = chosen_APt.shape
-    J = call.choices
-    rows, slots = chosen_APt.shape[1] // J * t, layout.tiles * layout.tile
+    """Tables of the pairs of a chunk, over the rows and blocks of all of its heads."""
+    A, J = chosen_APt.shape[0], call.choices
+    chosen_JAR = jnp.swapaxes(chosen_APt.reshape(A, J, -1), 0, 1)
+    first_A = jnp.arange(A, dtype=jnp.int32)[:, None] * call.candidates
+    block_JAR = jnp.where(chosen_JAR < 0, -1, first_A + chosen_JAR)
+    rows = A * chosen_JAR.shape[2]
     tiles = plan.dispatch(
-        chosen_APt.reshape(1, A, J * rows), rows, call.candidates, layout.tiles, layout.tile
+        block_JAR.reshape(1, 1, -1), rows, A * call.candidates, layout.tiles, layout.tile
     )
-    block_AZ, row_AZU, slot_AP, used_A = (x[0] for x in tiles)
-    head_A = jnp.arange(A, dtype=jnp.int32)
-    # Empty slots point to the row behind all others.
-    row_AZU = jnp.where(row_AZU < rows, head_A[:, None, None] * rows + row_AZU, A * rows)
-    slot_JAR = jnp.swapaxes((head_A[:, None] * slots + slot_AP).reshape(A, J, rows), 0, 1)
-    valid_JAR = jnp.swapaxes(chosen_APt.reshape(A, J, rows) >= 0, 0, 1)
-    return block_AZ, used_A, row_AZU, (slot_JAR, valid_JAR)
+    block_Z, row_ZU, slot_P, used = (x[0, 0] for x in tiles)
+    return block_Z, used, row_ZU, (slot_P.reshape(J, rows), (chosen_JAR >= 0).reshape(J, rows))
 
 
-def _gather(x_AGtX, row_AZU):
-    """Rows of all heads, counted through, and one of zeros behind them."""
+def _gather(x_AGtX, row_ZU):
+    """Rows of all heads, and one of zeros behind them for empty slots."""
     x_RX = jnp.pad(x_AGtX.reshape(-1, x_AGtX.shape[3]), ((0, 8), (0, 0)))
-    return x_RX.at[row_AZU].get(mode="promise_in_bounds")
+    return x_RX.at[row_ZU].get(mode="promise_in_bounds")
 
 
 # --- Forward --------------------------------------------------------------------------------------
@@ -234,32 +239,32 @@ def _forward_chunk(call, layout, interpret, k_ASMH, v_ASME, part, q_AGtH, chosen
     """Adds the chosen blocks to `part`: o, top and total, [A, G, t, ...]."""
     A, G, t, _ = q_AGtH.shape
     E = v_ASME.shape[3]
-    block_AZ, used_A, row_AZU, pairs = _dispatch(call, layout, chosen_APt)
+    block_Z, used, row_ZU, pairs = _dispatch(call, layout, chosen_APt)
     packed = tpu_tiles.forward(
-        block_AZ,
-        used_A,
-        _gather(q_AGtH, row_AZU),
-        k_ASMH,
-        v_ASME,
+        block_Z,
+        used,
+        _gather(q_AGtH, row_ZU),
+        _merge_heads(k_ASMH),
+        _merge_heads(v_ASME),
         soft_cap=call.soft_cap,
         interpret=interpret,
     )
     packed = packed.reshape(-1, E + LANES)
 
     def merge(part, pair):
-        slot_AR, valid_AR = pair
+        slot_R, valid_R = pair
         o, top, total = part
-        row = jnp.where(valid_AR[..., None], packed[slot_AR], 0)
+        row = jnp.where(valid_R[..., None], packed[slot_R], 0)
         its_top, its_total = (x[..., 0] for x in tpu_tiles.from_lanes(row[..., E:]))
-        new = jnp.maximum(top, jnp.where(valid_AR, its_top, -jnp.inf))
+        new = jnp.maximum(top, jnp.where(valid_R, its_top, -jnp.inf))
         mine = jnp.exp2(top - new)
-        its = jnp.where(valid_AR, jnp.exp2(its_top - new), 0)
+        its = jnp.where(valid_R, jnp.exp2(its_top - new), 0)
         o = mine[..., None] * o + its[..., None] * row[..., :E].astype(o.dtype)
         return (o, new, mine * total + its * its_total), None
 
-    o, top, total = (x.reshape(A, G * t, *x.shape[3:]) for x in part)
+    o, top, total = (x.reshape(A * G * t, *x.shape[3:]) for x in part)
     part, _ = lax.scan(merge, (o.astype(jnp.float32), top, total), pairs)
-    return tuple(x.reshape(A, G, t, *x.shape[2:]) for x in part)
+    return tuple(x.reshape(A, G, t, *x.shape[1:]) for x in part)
 
 
 def _normalise(o, top, total, dtype):
@@ -327,27 +332,26 @@ def _backward_chunk(
 ):
     """Adds the chosen blocks to the gradients of all keys and values and of these queries."""
     A, G, t, H = q_AGtH.shape
-    block_AZ, used_A, row_AZU, pairs = _dispatch(call, layout, chosen_APt)
+    block_Z, used, row_ZU, pairs = _dispatch(call, layout, chosen_APt)
     lanes = tpu_tiles.to_lanes(*(x[..., None] for x in stats), q_AGtH.dtype)
-    dq, dk_ASMH, dv_ASME = tpu_tiles.backward(
-        block_AZ,
-        used_A,
-        _gather(jnp.concatenate([q_AGtH, do_AGtE, lanes], axis=-1), row_AZU),
-        k_ASMH,
-        v_ASME,
-        *sums,
+    dq, *new = tpu_tiles.backward(
+        block_Z,
+        used,
+        _gather(jnp.concatenate([q_AGtH, do_AGtE, lanes], axis=-1), row_ZU),
+        *(_merge_heads(x) for x in (k_ASMH, v_ASME, *sums)),
         soft_cap=call.soft_cap,
         interpret=interpret,
     )
     dq = dq.reshape(-1, H)
 
     def add(total, pair):
-        slot_AR, valid_AR = pair
-        return total + jnp.where(valid_AR[..., None], dq[slot_AR], 0).astype(total.dtype), None
+        slot_R, valid_R = pair
+        return total + jnp.where(valid_R[..., None], dq[slot_R], 0).astype(total.dtype), None
 
-    total = dq_AGtH.reshape(A, G * t, H).astype(jnp.float32)
+    total = dq_AGtH.reshape(A * G * t, H).astype(jnp.float32)
     total, _ = lax.scan(add, total, pairs)
-    return (dk_ASMH, dv_ASME), total.reshape(dq_AGtH.shape).astype(dq_AGtH.dtype)
+    sums = tuple(x.reshape(y.shape) for x, y in zip(new, sums, strict=True))
+    return sums, total.reshape(dq_AGtH.shape).astype(dq_AGtH.dtype)
 
 
 def backward(

@@ -6,7 +6,7 @@ logarithms to base 2: queries arrive multiplied by `query_multiplier`.
 A gather of rows costs a TPU the same whatever the rows' width, so a query's statistics travel in
 the same row as its vectors, behind them, as numbers that the row's dtype holds exactly.
 
-Axes: A key heads of all batch rows, Z tiles, U rows of a tile, S blocks, M keys of a block,
+Axes: Z tiles, U rows of a tile, S blocks of all key heads and batch rows, M keys of a block,
 H head width, E value width.
 """
 
@@ -20,6 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
+# Rows of a tile whose softmax is one piece of work for the scheduler.
+_ROWS = 256
 LOG2_E = math.log2(math.e)
 NT = (((1,), (1,)), ((), ()))
 NN = (((1,), (0,)), ((), ()))
@@ -93,33 +95,58 @@ def from_lanes(lanes, axis: int = -1):
 # --- The kernels ----------------------------------------------------------------------------------
 
 
-def _forward_kernel(_, used_ref, q_ref, k_ref, v_ref, o_ref, *, soft_cap):
-    @pl.when(pl.program_id(1) < used_ref[pl.program_id(0)])
-    def _():
-        v = v_ref[...]
-        s, _ = cap_scores(dot(q_ref[...], k_ref[...], NT), soft_cap)
+def _step(M: int) -> int:
+    """Keys scored at once: all of a block, unless the scores would crowd the registers out."""
+    return 512 if M > 1024 and M % 512 == 0 else M
+
+
+def _forward_kernel(_, q_ref, k_ref, v_ref, o_ref, *, soft_cap):
+    U, (M, E) = q_ref.shape[0], v_ref.shape
+    rows, step = min(U, _ROWS), _step(M)
+
+    def scores(row, i):
+        s = dot(q_ref[pl.ds(row, rows)], k_ref[pl.ds(i * step, step)], NT)
+        return cap_scores(s, soft_cap)[0]
+
+    def attend(s, i):
+        v = v_ref[pl.ds(i * step, step)]
         top = jnp.max(s, axis=1, keepdims=True)
         p = jnp.exp2(s - top)
-        total = jnp.sum(p, axis=1, keepdims=True)
-        E = v.shape[1]
-        o_ref[:, :E] = dot(p.astype(v.dtype), v, NN).astype(o_ref.dtype)
-        o_ref[:, E:] = to_lanes(top, total, o_ref.dtype)
+        return dot(p.astype(v.dtype), v, NN), top, jnp.sum(p, axis=1, keepdims=True)
+
+    def finish(row, s):
+        def add(i, part):
+            o, top, total = part
+            its_o, its_top, its_total = attend(scores(row, i), i)
+            new = jnp.maximum(top, its_top)
+            mine, its = jnp.exp2(top - new), jnp.exp2(its_top - new)
+            return mine * o + its * its_o, new, mine * total + its * its_total
+
+        o, top, total = lax.fori_loop(1, M // step, add, attend(s, 0))
+        o_ref[pl.ds(row, rows), :E] = o.astype(o_ref.dtype)
+        o_ref[pl.ds(row, rows), E:] = to_lanes(top, total, o_ref.dtype)
+
+    # All rows are scored before any softmax: the units then work side by side.
+    for row, s in [(row, scores(row, 0)) for row in range(0, U, rows)]:
+        finish(row, s)
 
 
 def _backward_kernel(
-    block_ref, used_ref, row_ref, k_ref, v_ref, dk_in, dv_in, dq_ref, dk_ref, dv_ref, *, soft_cap
+    block_ref, row_ref, k_ref, v_ref, dk_in, dv_in, dq_ref, dk_ref, dv_ref, *, soft_cap
 ):
-    a, z = pl.program_id(0), pl.program_id(1)
-    at = a * pl.num_programs(1) + z
-    first = (z == 0) | (block_ref[at] != block_ref[jnp.maximum(at - 1, 0)])
+    z = pl.program_id(0)
+    first = (z == 0) | (block_ref[z] != block_ref[jnp.maximum(z - 1, 0)])
 
-    @pl.when(z < used_ref[a])
-    def _():
-        k, v = k_ref[...], v_ref[...]
-        H, E = k.shape[1], v.shape[1]
-        q, do = row_ref[:, :H], row_ref[:, H : H + E]
-        # Keys lie on sublanes, so that a query's statistics broadcast along them.
-        top, delta = from_lanes(row_ref[:, H + E :].T, axis=0)
+    (M, H), E = k_ref.shape, v_ref.shape[1]
+    step = _step(M)
+    q, do = row_ref[:, :H], row_ref[:, H : H + E]
+    # Keys lie on sublanes, so that a query's statistics broadcast along them.
+    top, delta = from_lanes(row_ref[:, H + E :].T, axis=0)
+
+    def attend(i):
+        """Adds to the gradients of some keys; returns that of the queries, [H, U]."""
+        keys = pl.ds(i * step, step)
+        k, v = k_ref[keys], v_ref[keys]
         s, slope = cap_scores(dot(k, q, NT), soft_cap)
         p = jnp.exp2(s - top)
         dv = dot(p.astype(do.dtype), do, NN)
@@ -128,9 +155,12 @@ def _backward_kernel(
             ds = ds * slope
         ds = ds.astype(q.dtype)
         dk = dot(ds, q, NN)
-        dk_ref[...] = jnp.where(first, dk_in[...], dk_ref[...]) + dk
-        dv_ref[...] = jnp.where(first, dv_in[...], dv_ref[...]) + dv
-        dq_ref[...] = dot(k, ds, TN).T.astype(dq_ref.dtype)
+        dk_ref[keys] = jnp.where(first, dk_in[keys], dk_ref[keys]) + dk
+        dv_ref[keys] = jnp.where(first, dv_in[keys], dv_ref[keys]) + dv
+        return dot(k, ds, TN)
+
+    dq = lax.fori_loop(1, M // step, lambda i, dq: dq + attend(i), attend(0))
+    dq_ref[...] = dq.T.astype(dq_ref.dtype)
 
 
 def _vmem_limit(U: int, M: int, H: int, E: int) -> int:
@@ -140,101 +170,98 @@ def _vmem_limit(U: int, M: int, H: int, E: int) -> int:
     return min(max(2 * (scores + blocks), 16 << 20), 60 << 20)
 
 
-def _tile(a, z, *_):
-    return a, z, 0, 0
+def _tile(z, _):
+    return z, 0, 0
 
 
-def forward(block_AZ, used_A, q_AZUH, k_ASMH, v_ASME, *, soft_cap, interpret):
+def _block(z, block_Z):
+    return block_Z[z], 0, 0
+
+
+def _params(U: int, M: int, H: int, E: int):
+    return pltpu.CompilerParams(
+        dimension_semantics=("arbitrary",), vmem_limit_bytes=_vmem_limit(U, M, H, E)
+    )
+
+
+def forward(block_Z, used, q_ZUH, k_SMH, v_SME, *, soft_cap, interpret):
     """Attention of every tile over its block.
 
     Args:
-      block_AZ: the block of each tile, int32.
-      used_A: tiles from this one on are left alone: their results are rubbish.
+      block_Z: the block of each tile, int32.
+      used: how many tiles to compute; the results of the others are rubbish.
 
     Returns:
-      [A, Z, U, E + LANES] in the dtype of values: the sum of exp2(score - top) times value, and,
-      as `from_lanes` reads them, top, the largest score, and the sum of exp2(score - top).
+      [Z, U, E + LANES] in the dtype of values: the sum of exp2(score - top) times value, and, as
+      `from_lanes` reads them, top, the largest score, and the sum of exp2(score - top).
     """
-    A, Z, U, H = q_AZUH.shape
-    S, M, E = v_ASME.shape[1:]
-    itemsize = q_AZUH.dtype.itemsize
-
-    def block(a, z, block_AZ, _):
-        return a, block_AZ[a * Z + z], 0, 0
-
+    Z, U, H = q_ZUH.shape
+    S, M, E = v_SME.shape
     return pl.pallas_call(
         functools.partial(_forward_kernel, soft_cap=soft_cap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(A, Z),
+            num_scalar_prefetch=1,
+            grid=(used,),
             in_specs=[
-                pl.BlockSpec((None, None, U, H), _tile),
-                pl.BlockSpec((None, None, M, H), block),
-                pl.BlockSpec((None, None, M, E), block),
+                pl.BlockSpec((None, U, H), _tile),
+                pl.BlockSpec((None, M, H), _block),
+                pl.BlockSpec((None, M, E), _block),
             ],
-            out_specs=pl.BlockSpec((None, None, U, E + LANES), _tile),
+            out_specs=pl.BlockSpec((None, U, E + LANES), _tile),
         ),
-        out_shape=jax.ShapeDtypeStruct((A, Z, U, E + LANES), v_ASME.dtype),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_vmem_limit(U, M, H, E)
-        ),
+        out_shape=jax.ShapeDtypeStruct((Z, U, E + LANES), v_SME.dtype),
+        compiler_params=_params(U, M, H, E),
         cost_estimate=pl.CostEstimate(
-            flops=2 * A * Z * U * M * (H + E),
-            transcendentals=A * Z * U * M,
-            bytes_accessed=(A * Z * U * (H + E + LANES) + A * S * M * (H + E)) * itemsize,
+            flops=2 * Z * U * M * (H + E),
+            transcendentals=Z * U * M,
+            bytes_accessed=(Z * U * (H + E + LANES) + S * M * (H + E)) * q_ZUH.dtype.itemsize,
         ),
         interpret=interpret,
         name=f"moba_tiles_forward_{U}x{M}",
-    )(block_AZ.reshape(-1), used_A, q_AZUH, k_ASMH, v_ASME)
+    )(block_Z, q_ZUH, k_SMH, v_SME)
 
 
-def backward(block_AZ, used_A, row_AZUX, k_ASMH, v_ASME, dk_ASMH, dv_ASME, *, soft_cap, interpret):
+def backward(block_Z, used, row_ZUX, k_SMH, v_SME, dk_SMH, dv_SME, *, soft_cap, interpret):
     """Gradients of every tile's queries, and of all blocks' keys and values added to what is given.
 
     Tiles of one block must be consecutive, and every block must have one.
 
     Args:
-      row_AZUX: [A, Z, U, H + E + LANES]: the query; the gradient of its output; and, as `to_lanes`
+      row_ZUX: [Z, U, H + E + LANES]: the query; the gradient of its output; and, as `to_lanes`
         makes them, its largest score over everything it attended and the inner product of that
         gradient with the output. The gradient and the product are divided by the query's sum of
         exp2(score - top). Empty slots are 0.
-      dk_ASMH, dv_ASME: float32; their memory is given to the results.
+      dk_SMH, dv_SME: float32; their memory is given to the results.
 
     Returns:
-      dq_AZUH in the dtype of queries, without the scale; dk_ASMH without `key_gradient_factor`;
-      dv_ASME.
+      dq_ZUH in the dtype of queries, without the scale; dk_SMH without `key_gradient_factor`;
+      dv_SME.
     """
-    A, Z, U, X = row_AZUX.shape
-    S, M, E = v_ASME.shape[1:]
-    H = k_ASMH.shape[3]
-    itemsize = row_AZUX.dtype.itemsize
-
-    def block(a, z, block_AZ, _):
-        return a, block_AZ[a * Z + z], 0, 0
-
-    keys = [pl.BlockSpec((None, None, M, H), block), pl.BlockSpec((None, None, M, E), block)]
+    Z, U, X = row_ZUX.shape
+    S, M, E = v_SME.shape
+    H = k_SMH.shape[2]
+    itemsize = row_ZUX.dtype.itemsize
+    keys = [pl.BlockSpec((None, M, H), _block), pl.BlockSpec((None, M, E), _block)]
     return pl.pallas_call(
         functools.partial(_backward_kernel, soft_cap=soft_cap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(A, Z),
-            in_specs=[pl.BlockSpec((None, None, U, X), _tile), *keys, *keys],
-            out_specs=[pl.BlockSpec((None, None, U, H), _tile), *keys],
+            num_scalar_prefetch=1,
+            grid=(used,),
+            in_specs=[pl.BlockSpec((None, U, X), _tile), *keys, *keys],
+            out_specs=[pl.BlockSpec((None, U, H), _tile), *keys],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((A, Z, U, H), row_AZUX.dtype),
-            jax.ShapeDtypeStruct((A, S, M, H), jnp.float32),
-            jax.ShapeDtypeStruct((A, S, M, E), jnp.float32),
+            jax.ShapeDtypeStruct((Z, U, H), row_ZUX.dtype),
+            jax.ShapeDtypeStruct((S, M, H), jnp.float32),
+            jax.ShapeDtypeStruct((S, M, E), jnp.float32),
         ],
-        input_output_aliases={5: 1, 6: 2},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_vmem_limit(U, M, H, E)
-        ),
+        input_output_aliases={4: 1, 5: 2},
+        compiler_params=_params(U, M, H, E),
         cost_estimate=pl.CostEstimate(
-            flops=2 * A * Z * U * M * (3 * H + 2 * E),
-            transcendentals=A * Z * U * M,
-            bytes_accessed=A * Z * U * (X + H) * itemsize + A * S * M * (H + E) * (8 + itemsize),
+            flops=2 * Z * U * M * (3 * H + 2 * E),
+            transcendentals=Z * U * M,
+            bytes_accessed=Z * U * (X + H) * itemsize + S * M * (H + E) * (8 + itemsize),
         ),
         interpret=interpret,
         name=f"moba_tiles_backward_{U}x{M}",
-    )(block_AZ.reshape(-1), used_A, row_AZUX, k_ASMH, v_ASME, dk_ASMH, dv_ASME)
+    )(block_Z, row_ZUX, k_SMH, v_SME, dk_SMH, dv_SME)
