@@ -1,6 +1,8 @@
 """Mixture of Block Attention (Lu et al. 2025, arXiv 2502.13189)."""
 
 import functools
+import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +16,22 @@ _PALLAS_DTYPES = (jnp.float32, jnp.bfloat16)
 
 
 def _check_blocks(block_size: int, top_k: int) -> None:
+    for name, value in (("block_size", block_size), ("top_k", top_k)):
+        try:
+            operator.index(value)
+        except TypeError:
+            raise ValueError(f"{name} must be an integer, got {value!r}") from None
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
     if top_k < 1:
         raise ValueError(f"top_k counts a query's own block, so it must be at least 1, got {top_k}")
+
+
+def _check_numbers(scale: float, soft_cap: float | None) -> None:
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise ValueError(f"soft_cap must be positive and finite, got {soft_cap}")
 
 
 def _check_shapes(query, key, value, segment_ids) -> None:
@@ -26,12 +40,17 @@ def _check_shapes(query, key, value, segment_ids) -> None:
         raise ValueError(f"query, key and value must have four axes [B, T, heads, width]: {shapes}")
     if not query.shape[:2] == key.shape[:2] == value.shape[:2]:
         raise ValueError(f"batch and length must agree: {shapes}")
+    if 0 in (*query.shape, *value.shape):
+        raise ValueError(f"no axis may be empty: {shapes}")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name} must be floating point, got {x.dtype}")
     if key.shape[2] != value.shape[2]:
         raise ValueError(
             f"key and value must have as many heads, got {key.shape[2]} and {value.shape[2]}: "
             f"{shapes}"
         )
-    if key.shape[2] == 0 or query.shape[2] % key.shape[2]:
+    if query.shape[2] % key.shape[2]:
         raise ValueError(
             f"the {key.shape[2]} key heads must divide the {query.shape[2]} query heads: {shapes}"
         )
@@ -82,11 +101,12 @@ def moba_attention(
       block_size: keys a block. Any block_size works with any T.
       top_k: blocks a query attends to, its own included: 1 is block-diagonal causal attention, and
         as many as there are is full causal attention.
-      scale: multiplies the scores of attention; None: H ** -0.5.
+      scale: multiplies the scores of attention, a number; None: H ** -0.5.
       segment_ids: [B, T], integers. Runs of equal values are documents, which do not see each
         other; blocks count from a run's first token. 0 is padding: it selects nothing, is never
         selected and yields zeros, whatever its query, key and value hold.
-      soft_cap: scores of attention become soft_cap * tanh(scores / soft_cap), after scale.
+      soft_cap: scores of attention become soft_cap * tanh(scores / soft_cap), after scale; a
+        number.
       implementation: "pallas_tpu", interpreted anywhere else; "xla"; "reference", a dense mask for
         tests, with memory for T x T; None: "pallas_tpu" where it is compiled for a TPU, else "xla".
 
@@ -94,8 +114,9 @@ def moba_attention(
       [B, T, N, Hv] in query's dtype. Softmax and sums are in float32 at least.
 
     Raises:
-      ValueError: block_size or top_k below 1, soft_cap not positive, shapes that disagree, an
-        unknown implementation, or a dtype that it does not take.
+      ValueError: block_size or top_k below 1 or no integer, scale or soft_cap not finite, soft_cap
+        not positive, shapes that disagree or are empty, an unknown implementation, or a dtype that
+        it does not take.
 
     References:
       Lu et al. 2025, "MoBA: Mixture of Block Attention for Long-Context LLMs", arXiv 2502.13189,
@@ -103,13 +124,14 @@ def moba_attention(
     """
     _check_blocks(block_size, top_k)
     _check_shapes(query, key, value, segment_ids)
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap must be positive, got {soft_cap}")
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation {implementation!r} is none of {', '.join(map(repr, IMPLEMENTATIONS))}"
         )
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+    _check_numbers(scale, soft_cap)
+    # Blocks longer than the row, and more of them than tokens, are no different from these.
+    block_size, top_k = min(block_size, query.shape[1]), min(top_k, query.shape[1])
     q_BTNH, k_BTKH, v_BTKE = (_without_padding(x, segment_ids) for x in (query, key, value))
     if implementation == "reference":
         out = reference.attention(
@@ -224,6 +246,7 @@ def choose_blocks(
     _check_shapes(query, key, key, segment_ids)
     B, T, N, _ = query.shape
     J = top_k - 1
+    block_size, top_k = min(block_size, T), min(top_k, T)
     call = plan.make_call(T, block_size, top_k, segment_ids is None, path="grouped")
     if call.choices == 0:
         return jnp.zeros((B, T, N, J), jnp.int32), jnp.zeros((B, T, N, J), bool)
@@ -263,9 +286,19 @@ def dot_flops(
 
     Returns:
       (forward, forward and backward).
+
+    Raises:
+      ValueError: sizes that are not positive, or kv_heads that do not divide heads.
     """
     _check_blocks(block_size, top_k)
     value_width = head_width if value_width is None else value_width
+    shape = (batch, length, heads, kv_heads, head_width, value_width)
+    if min(shape) < 1 or heads % kv_heads:
+        raise ValueError(
+            "batch, length, heads, kv_heads, head_width and value_width must be positive, and "
+            f"kv_heads divide heads, got {shape}"
+        )
+    block_size, top_k = min(block_size, length), min(top_k, length)
     sizes = {
         "batch": batch,
         "length": length,

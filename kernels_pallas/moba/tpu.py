@@ -23,6 +23,8 @@ _TILE = 256
 _CHOOSE_TILE = 512
 # Pairs of a query and a block that are gathered and attended at once: it bounds the memory.
 _CHUNK_PAIRS = 1 << 20
+# 512 products of numbers of this size stay below the largest float32, and are exact.
+_LARGEST = 2.0**59
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,9 +166,14 @@ def _as_heads(x_AGTX, B: int, T: int):
     return jnp.transpose(x_BKGTX, (0, 3, 1, 2, 4)).reshape(B, T, A // B * G, X)
 
 
+def _bounded(x):
+    """So far from overflow that no score overflows, which would make NaN of inf - inf."""
+    return jnp.clip(x, -_LARGEST, _LARGEST)
+
+
 def _multiplied(call, q):
     multiplier = tpu_tiles.query_multiplier(call.scale, call.soft_cap)
-    return (q.astype(jnp.float32) * multiplier).astype(q.dtype)
+    return _bounded(q.astype(jnp.float32) * multiplier).astype(q.dtype)
 
 
 def _keys(x_BTKX, start, key_heads: int):
@@ -286,7 +293,7 @@ def forward(call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, *, int
 
     def group(out, start, heads, key_start, key_heads):
         q_AGTH = _multiplied(call, _queries(layout, q_BTNH, start, heads, key_heads))
-        k_BKTH, v_BKTE = (_keys(x, key_start, key_heads) for x in (k_BTKH, v_BTKE))
+        k_BKTH, v_BKTE = (_keys(x, key_start, key_heads) for x in (_bounded(k_BTKH), v_BTKE))
         part = tpu_interval.forward(
             low_BT,
             q_AGTH,
@@ -377,7 +384,7 @@ def backward(
             return _queries(layout, x, start, heads, key_heads)
 
         q_AGTH = _multiplied(call, queries(q_BTNH))
-        k_BKTH, v_BKTE = (_keys(x, key_start, key_heads) for x in (k_BTKH, v_BTKE))
+        k_BKTH, v_BKTE = (_keys(x, key_start, key_heads) for x in (_bounded(k_BTKH), v_BTKE))
         top_AGT, inverse_AGT = (stat(x, start, heads, key_heads) for x in (top, inverse))
         do_AGTE = queries(do_BTNE).astype(jnp.float32) * inverse_AGT[..., None]
         delta_AGT = jnp.sum(do_AGTE * queries(o).astype(jnp.float32), axis=-1)

@@ -109,7 +109,8 @@ class MixtureOfDepths(nnx.Module):
       rngs: initialises router and predictor.
 
     Raises:
-      ValueError: capacity is not in (0, 1], or an unknown gate.
+      ValueError: capacity is not in (0, 1], an unknown gate, negative noise, or a predictor_width
+        below 1.
     """
 
     def __init__(
@@ -132,6 +133,10 @@ class MixtureOfDepths(nnx.Module):
             raise ValueError(f"gate must be one of {', '.join(get_args(Gate))}, got {gate!r}")
         if gate_on not in ("block", "mlp"):
             raise ValueError(f"gate_on must be block or mlp, got {gate_on!r}")
+        if not 0 <= noise < math.inf:
+            raise ValueError(f"noise must be finite and at least 0, got {noise}")
+        if predictor_width is not None and predictor_width < 1:
+            raise ValueError(f"predictor_width must be at least 1, got {predictor_width}")
         self.block = block
         self.capacity, self.gate, self.gate_on = capacity, gate, gate_on
         self.noise, self.per_document = noise, per_document
@@ -166,7 +171,7 @@ class MixtureOfDepths(nnx.Module):
           x_BTD: tokens.
           positions_BT: int, their positions; None: 0 .. T - 1.
           segment_ids_BT: int, documents as runs of equal values; 0 is padding, which is never
-            chosen. None: one document.
+            chosen, nor read. None: one document.
           routing: "top_k" (training); "predictor" and "router": causal, every token whose logit is
             positive, however many; "random": top-k over Gaussian values, the control.
           key: for routing "random", and for noise.
@@ -175,9 +180,15 @@ class MixtureOfDepths(nnx.Module):
           (y_BTD, aux); tokens that were not chosen come back bitwise as they were.
 
         Raises:
-          ValueError: unknown routing, "random" without a key, "predictor" without a predictor.
+          ValueError: unknown routing, "random" without a key, "predictor" without a predictor, an
+            empty row, positions or segment ids of another shape or dtype, a block that returns
+            another shape than it got.
         """
+        if x_BTD.ndim != 3 or x_BTD.shape[1] == 0:
+            raise ValueError(f"x_BTD must have axes [B, T, D] and a token, got {x_BTD.shape}")
         batch, length, _ = x_BTD.shape
+        for name, ids_BT in (("positions_BT", positions_BT), ("segment_ids_BT", segment_ids_BT)):
+            _check_ids(name, ids_BT, (batch, length))
         if routing not in get_args(Routing):
             raise ValueError(
                 f"routing must be one of {', '.join(get_args(Routing))}, got {routing!r}"
@@ -188,15 +199,19 @@ class MixtureOfDepths(nnx.Module):
             raise ValueError("routing 'predictor' needs predictor=True")
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+        seen_BTD = x_BTD
         if segment_ids_BT is None:
             segment_ids_BT = jnp.ones((batch, length), jnp.int32)
+        else:
+            # Rubbish in padding would reach gradients as 0 * NaN.
+            seen_BTD = jnp.where((segment_ids_BT != 0)[..., None], x_BTD, 0)
         runs_BT = document_runs(segment_ids_BT)
         valid_BT = runs_BT > 0
 
-        logits_BT = self.router(x_BTD)[..., 0]
+        logits_BT = self.router(seen_BTD)[..., 0]
         predictor_BT = None
         if self.predictor is not None:
-            predictor_BT = self.predictor(lax.stop_gradient(x_BTD))[..., 0]
+            predictor_BT = self.predictor(lax.stop_gradient(seen_BTD))[..., 0]
         route = self._choose(logits_BT, predictor_BT, runs_BT, routing, key)
 
         gate_BC = jnp.where(route.filled_BC, apply_gate(self.gate, route.weight_BC), 0.0)
@@ -205,11 +220,14 @@ class MixtureOfDepths(nnx.Module):
             positions_BC=jnp.take_along_axis(positions_BT, route.index_BC, axis=1),
             segment_ids_BC=jnp.where(route.filled_BC, runs_BC, 0),
         )
-        x_BCD = ops.dispatch(x_BTD, route)
+        x_BCD = ops.dispatch(seen_BTD, route)
         if self.gate_on == "mlp":
-            delta_BCD = self.block(x_BCD, **inputs, gate_BC=gate_BC)
-        else:
-            delta_BCD = gate_BC[..., None] * self.block(x_BCD, **inputs).astype(jnp.float32)
+            inputs["gate_BC"] = gate_BC
+        delta_BCD = self.block(x_BCD, **inputs)
+        if delta_BCD.shape != x_BCD.shape:
+            raise ValueError(f"block must return shape {x_BCD.shape}, got {delta_BCD.shape}")
+        if self.gate_on == "block":
+            delta_BCD = gate_BC[..., None] * delta_BCD.astype(jnp.float32)
         y_BTD = ops.combine(x_BTD, delta_BCD, route)
 
         predictor_loss = jnp.zeros((), jnp.float32)
@@ -248,6 +266,13 @@ class MixtureOfDepths(nnx.Module):
         # The choice may rest on other values; the gate is always the router's own.
         weight_BC = jnp.take_along_axis(logits_BT, route.index_BC, axis=1)
         return dataclasses.replace(route, weight_BC=jnp.where(route.filled_BC, weight_BC, 0.0))
+
+
+def _check_ids(name: str, ids_BT: Array | None, shape: tuple[int, int]) -> None:
+    if ids_BT is None:
+        return
+    if ids_BT.shape != shape or not jnp.issubdtype(ids_BT.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers {shape}, got {ids_BT.dtype} {ids_BT.shape}")
 
 
 def prediction_counts(routed: Array, predicted: Array, valid: Array) -> dict[str, Array]:

@@ -740,9 +740,33 @@ def test_errors():
     check(r"\(2, 8\), got \(2, 7\)", x, x, x, segment_ids=jnp.ones((2, 7), jnp.int32))
     check("integers, got float32", x, x, x, segment_ids=jnp.ones((2, 8)))
     check("soft_cap .* -1", x, x, x, soft_cap=-1.0)
+    check("soft_cap .* inf", x, x, x, soft_cap=float("inf"))
+    check("scale .* nan", x, x, x, scale=float("nan"))
+    check("top_k .* 2.5", x, x, x, top_k=2.5)
+    check("block_size .* 4.0", x, x, x, block_size=4.0)
+    check(r"empty: query \(0,", x[:0], x[:0], x[:0])
+    check(r"empty: query \(2, 0,", x[:, :0], x[:, :0], x[:, :0])
+    check("empty", x[:, :, :0], x[:, :, :0], x[:, :, :0])
+    check("empty", x[..., :0], x[..., :0], x)
+    check("key .* int32", x, x.astype(jnp.int32), x)
     check("'xla'", x, x, x, implementation="cuda")
     with pytest.raises(ValueError, match="top_k"):
         moba.choose_blocks(x, x, block_size=4, top_k=0)
+    with pytest.raises(ValueError, match="empty"):
+        moba.choose_blocks(x[:0], x[:0], block_size=4, top_k=2)
+    sizes = {"batch": 1, "length": 8, "heads": 3, "kv_heads": 2, "head_width": 4}
+    for bad in ({}, {"batch": 0, "kv_heads": 1}, {"length": 0, "kv_heads": 3}):
+        with pytest.raises(ValueError, match="kv_heads"):
+            moba.dot_flops(**sizes | bad, **good)
+
+
+@pytest.mark.parametrize("implementation", ("reference", "xla"))
+def test_huge_numbers_mean_everything(implementation):
+    q, k, v, _ = inputs(1, 20, 2, 1, 8, 8)
+    expected = full_attention(q, np.repeat(k, 2, 2), np.repeat(v, 2, 2), 8**-0.5)
+    for block_size, top_k in ((10**12, 2), (4, 10**12)):
+        out = attention(implementation, q, k, v, block_size=block_size, top_k=top_k)
+        assert_close(out, expected, 2e-5)
 
 
 def test_public_name():
