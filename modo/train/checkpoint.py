@@ -3,6 +3,7 @@
 import itertools
 import math
 import pathlib
+import textwrap
 
 import jax
 import orbax.checkpoint as ocp
@@ -48,9 +49,9 @@ def set_aside_broken_steps(workdir: pathlib.Path) -> list[str]:
         return lines
     for path in sorted(directory.iterdir()):
         missing = [f"{item}/" for item in ITEMS if not (path / item).is_dir()]
-        if not (path.name.isdigit() and path.is_dir() and missing):
+        if not path.name.isdigit() or not missing:
             continue
-        if not any(path.iterdir()):
+        if path.is_dir() and not any(path.iterdir()):
             path.rmdir()
             continue
         names = (f"{path.name}.broken-{number}" for number in itertools.count(1))
@@ -123,8 +124,9 @@ def _restore(manager, step: int, targets: dict):
     except Exception as error:  # Orbax raises a bare Exception for a damaged file
         path = f"{manager.directory}/{step}"
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = textwrap.shorten(first, 120, placeholder=" ...")
         earlier = max((s for s in complete_steps(manager) if s < step), default=None)
         advice = "there is no earlier step"
         if earlier is not None:
             advice = f"to go on from step {earlier}, move {path} away"
-        raise UserError(f"checkpoint {path} cannot be read: {first}; {advice}") from error
+        raise UserError(f"checkpoint {path} cannot be read ({first}); {advice}") from error

@@ -8,6 +8,7 @@ import logging
 import os
 import pathlib
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 
 import tyro
@@ -17,13 +18,20 @@ from modo.config import Config
 from modo.errors import UserError
 
 
+def _main_thread_excepthook(*exception) -> None:
+    if threading.current_thread() is threading.main_thread():
+        sys.__excepthook__(*exception)
+
+
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
     """Prints a UserError as one line and exits with status 2; Ctrl-C exits with 130.
 
-    A reader of our output that leaves, such as `head`, ends the program without a word. Orbax's
-    remarks on its own options, logged as warnings, are kept off the screen.
+    A reader of our output that leaves, such as `head`, ends the program without a word. Kept off
+    the screen: Orbax's remarks on its own options, logged as warnings, and the tracebacks of
+    TensorStore's threads, whose reads fail after the first failure has been raised here.
     """
+    sys.excepthook = _main_thread_excepthook
     logging.getLogger("absl").setLevel(logging.ERROR)
     sys.stdout.reconfigure(errors="replace")  # what an ASCII terminal cannot show
     try:
