@@ -8,7 +8,6 @@ import logging
 import os
 import pathlib
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 
 import tyro
@@ -18,9 +17,9 @@ from modo.config import Config
 from modo.errors import UserError
 
 
-def _main_thread_excepthook(*exception) -> None:
-    if threading.current_thread() is threading.main_thread():
-        sys.__excepthook__(*exception)
+def _quiet_about_closed_loops(unraisable) -> None:
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 @contextlib.contextmanager
@@ -29,9 +28,9 @@ def one_line_errors() -> Iterator[None]:
 
     A reader of our output that leaves, such as `head`, ends the program without a word. Kept off
     the screen: Orbax's remarks on its own options, logged as warnings, and the tracebacks of
-    TensorStore's threads, whose reads fail after the first failure has been raised here.
+    TensorStore's threads, whose reads may fail after a first failure was raised here already.
     """
-    sys.excepthook = _main_thread_excepthook
+    sys.unraisablehook = _quiet_about_closed_loops
     logging.getLogger("absl").setLevel(logging.ERROR)
     sys.stdout.reconfigure(errors="replace")  # what an ASCII terminal cannot show
     try:

@@ -85,7 +85,8 @@ def _chosen_blocks(graphdef, params, tokens_BT, positions_BT, segment_ids_BT, *,
         q_BTNH,
         k_BTKH,
         block_size=block.attention.block_size,
-        top_k=block.attention.top_k,
+        # A row has no more blocks than tokens, whatever top_k allows.
+        top_k=min(block.attention.top_k, tokens_BT.shape[1]),
         segment_ids=segment_ids_BT,
     )
 

@@ -47,6 +47,11 @@ def make_workdir(workdir: pathlib.Path) -> None:
     Raises:
       UserError: it cannot be made, or what it holds stands in a run's way.
     """
+    if "[" in str(workdir.absolute()):
+        raise UserError(
+            f"workdir {workdir.absolute()} has a '[' in its path, where Orbax loses what it saves; "
+            "use another workdir"
+        )
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         for name in ("checkpoints", "figures"):
