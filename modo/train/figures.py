@@ -168,7 +168,7 @@ def block_map(
     """Which past blocks the heads of one layer chose for each token of one document."""
     length, heads, _ = start_TNJ.shape
     heads = min(4, heads)
-    figure, axes = _new_figure(1, heads, (3 * heads + 0.5, 3.4))
+    figure, axes = _new_figure(1, heads, (3 * heads + 0.5, 3.9))
     for head in range(heads):
         seen_TT = np.zeros((length, length))
         for t in range(length):
