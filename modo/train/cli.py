@@ -32,10 +32,12 @@ def one_line_errors() -> Iterator[None]:
     """
     sys.unraisablehook = _quiet_about_closed_loops
     logging.getLogger("absl").setLevel(logging.ERROR)
-    sys.stdout.reconfigure(errors="replace")  # what an ASCII terminal cannot show
+    if sys.stdout is not None:  # as it is after `>&-`
+        sys.stdout.reconfigure(errors="replace")  # what an ASCII terminal cannot show
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -36,7 +36,8 @@ def run(config: Config, workdir: str | pathlib.Path) -> TrainState:
       The state after the last step.
 
     Raises:
-      UserError: config, data, mesh or workdir do not fit together; or a loss that is not finite.
+      UserError: config, data, mesh or workdir do not fit together, or another run is writing to
+        workdir: then nothing there has changed. Or a loss that is not finite.
     """
     workdir = pathlib.Path(workdir)
     mesh = make_mesh(config.mesh)

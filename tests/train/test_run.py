@@ -1,6 +1,7 @@
 """What a finished run leaves behind, and the programs that open it."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -277,6 +278,19 @@ def test_block_map_is_not_clipped(tmp_path, heads):
     start_TNJ, valid_TNJ = np.zeros((64, heads, 1), int), np.zeros((64, heads, 1), bool)
     image = imread(figures.block_map(start_TNJ, valid_TNJ, 8, 0, tmp_path / "b.png"))
     assert (image[:3] == 1).all() and (image[-3:] == 1).all()
+
+
+def test_block_map_of_a_top_k_without_bound(finished_run):
+    config, _, _ = finished_run
+    moba = modo.MobaConfig(block_size=8, top_k=2**31 - 1)
+    model_config = dataclasses.replace(config.model, moba=moba)
+    graphdef, params = nnx.split(
+        nnx.eval_shape(lambda: modo.Decoder(model_config, rngs=nnx.Rngs(0)))
+    )
+    row_1T = jax.ShapeDtypeStruct((1, 32), jnp.int32)
+    chosen_blocks = functools.partial(figures._chosen_blocks, graphdef, layer=0)
+    start_1TNJ, _ = jax.eval_shape(chosen_blocks, params, row_1T, row_1T, row_1T)
+    assert start_1TNJ.shape[-1] <= 32
 
 
 def test_loss_curve_shows_every_step_and_whole_ticks(tmp_path, monkeypatch):
