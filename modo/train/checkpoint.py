@@ -1,7 +1,6 @@
 """Checkpoints in a workdir; Orbax behind one small surface."""
 
 import itertools
-import math
 import pathlib
 import textwrap
 
@@ -23,8 +22,7 @@ def open_manager(
     if best_metric is not None:
         policies.append(
             BestN(
-                # A run may go on with other eval_routings: older losses are then no best.
-                get_metric_fn=lambda metrics: metrics.get(best_metric, math.inf),
+                get_metric_fn=lambda metrics: metrics[best_metric],
                 reverse=True,
                 n=1,
                 keep_checkpoints_without_metrics=False,
