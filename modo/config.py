@@ -15,6 +15,8 @@ from modo.errors import UserError
 
 Gate = Literal["linear", "sigmoid", "tanh"]
 Routing = Literal["top_k", "predictor", "router", "random"]
+MAX_INT32 = 2**31 - 1
+MAX_SEED = 2**32 - 1  # JAX would drop the bits above without a word
 
 
 def _matches(value, hint) -> bool:
@@ -58,6 +60,16 @@ def _require_at_least(config, least, *names: str) -> None:
                 least <= value < math.inf,
                 f"{type(config).__name__}.{name} must be finite and at least {least}, got {value}",
             )
+
+
+def _require_int32(config, *names: str) -> None:
+    """For numbers that become int32 on the device."""
+    for name in names:
+        value = getattr(config, name)
+        _require(
+            value <= MAX_INT32,
+            f"{type(config).__name__}.{name} must be at most {MAX_INT32}, got {value}",
+        )
 
 
 def _require_layers(config) -> None:
@@ -136,6 +148,7 @@ class MobaConfig:
     def __post_init__(self):
         _check_types(self)
         _require_at_least(self, 1, "block_size", "top_k")
+        _require_int32(self, "block_size", "top_k")
         _require_at_least(self, 0, "last_full")
         _require_layers(self)
 
@@ -436,7 +449,12 @@ class TrainConfig:
             self, 1, "steps", "batch_size", "length", "accumulation", "eval_batch_size",
             "checkpoint_every", "keep_checkpoints", "log_every",
         )  # fmt: skip
-        _require_at_least(self, 0, "z_loss", "eval_every", "seed")
+        _require_at_least(self, 0, "z_loss", "eval_every")
+        _require_int32(self, "steps")
+        _require(
+            0 <= self.seed <= MAX_SEED,
+            f"TrainConfig.seed must be in [0, {MAX_SEED}], got {self.seed}",
+        )
         _require(
             self.batch_size % self.accumulation == 0,
             f"TrainConfig: accumulation {self.accumulation} does not divide batch_size "

@@ -4,6 +4,7 @@ python -m modo.evaluate --workdir runs/tiny --routing predictor [--json FILE]
 """
 
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -14,8 +15,8 @@ from flax import nnx
 from modo.config import MeshConfig, Routing
 from modo.data import open_data
 from modo.errors import UserError
-from modo.train import checkpoint
-from modo.train.cli import LineParser, one_line_errors
+from modo.train import run_directory
+from modo.train.cli import LineParser, not_empty, one_line_errors
 from modo.train.evaluation import Evaluation, evaluate
 from modo.train.load import load
 from modo.train.mesh import make_mesh
@@ -33,7 +34,7 @@ def evaluate_run(
     Raises:
       UserError: there is no such run or checkpoint, or a routing that its model cannot do.
     """
-    config = checkpoint.read_config(pathlib.Path(workdir))
+    config = run_directory.read_config(pathlib.Path(workdir))
     depth = config.model.depth
     if "predictor" in routings and depth is not None and not depth.predictor:
         raise UserError(f"routing predictor: the model in {workdir} was trained without one")
@@ -55,7 +56,7 @@ def evaluate_run(
 
 def main(arguments: Sequence[str]) -> None:
     parser = LineParser(prog="python -m modo.evaluate", description=__doc__.splitlines()[0])
-    parser.add_argument("--workdir", required=True, help="of a run of train.py")
+    parser.add_argument("--workdir", type=not_empty, required=True, help="of a run of train.py")
     parser.add_argument(
         "--routing",
         nargs="+",
@@ -65,16 +66,16 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
     parser.add_argument("--batch-size", type=int, help="rows a batch; does not change the result")
-    parser.add_argument("--json", type=pathlib.Path, help="also write {routing: {loss, ...}} here")
+    parser.add_argument("--json", type=not_empty, help="also write {routing: {loss, ...}} here")
     options = parser.parse_args(arguments)
     if options.batch_size is not None and options.batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, got {options.batch_size}")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise UserError(f"--json {options.json}: its directory does not exist")
+    if options.json is not None:
+        _check_writable(pathlib.Path(options.json))
     results = evaluate_run(
         options.workdir, options.routing, step=options.step, batch_size=options.batch_size
     )
-    depth = checkpoint.read_config(pathlib.Path(options.workdir)).model.depth
+    depth = run_directory.read_config(pathlib.Path(options.workdir)).model.depth
     for routing, result in results.items():
         print(f"{routing}: {result.loss:.4f} nats a token over {result.tokens:,} tokens")
         for name, value in result.statistics.items():
@@ -89,7 +90,20 @@ def main(arguments: Sequence[str]) -> None:
             routing: {"loss": r.loss, "tokens": r.tokens, **r.statistics}
             for routing, r in results.items()
         }
-        options.json.write_text(json.dumps(values, indent=2) + "\n")
+        try:
+            pathlib.Path(options.json).write_text(json.dumps(values, indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"--json {options.json}: {error.strerror}") from None
+
+
+def _check_writable(path: pathlib.Path) -> None:
+    """Raises UserError where a file cannot be written, before the time is spent on its contents."""
+    if path.is_dir():
+        raise UserError(f"--json {path} is a directory; name a file")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--json {path}: its directory does not exist")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UserError(f"--json {path} cannot be written to")
 
 
 if __name__ == "__main__":

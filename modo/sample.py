@@ -6,15 +6,16 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from modo.config import MAX_SEED
 from modo.decode import generate
 from modo.errors import UserError
-from modo.train.cli import LineParser, one_line_errors
+from modo.train.cli import LineParser, not_empty, one_line_errors
 from modo.train.load import load, load_tokenizer
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = LineParser(prog="python -m modo.sample", description=__doc__.split(":")[0])
-    parser.add_argument("--workdir", required=True, help="of a run of train.py")
+    parser.add_argument("--workdir", type=not_empty, required=True, help="of a run of train.py")
     parser.add_argument("--prompt", default="", help="text to continue; may be empty")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to add")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
@@ -26,6 +27,8 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError(f"--tokens must be at least 1, got {options.tokens}")
     if not options.temperature >= 0:
         raise UserError(f"--temperature must not be negative, got {options.temperature}")
+    if not 0 <= options.seed <= MAX_SEED:
+        raise UserError(f"--seed must be in [0, {MAX_SEED}], got {options.seed}")
     model, tokenizer = load(options.workdir, step=options.step), load_tokenizer(options.workdir)
     depth = model.config.depth
     if options.routing == "predictor" and depth is not None and not depth.predictor:

@@ -4,6 +4,7 @@ import dataclasses
 import glob
 import importlib.resources
 import os
+import pathlib
 import tarfile
 from collections.abc import Iterable, Iterator
 from typing import Literal
@@ -93,6 +94,15 @@ def find_files(path: str, field: str) -> tuple[str, ...]:
     if not paths:
         raise UserError(problem)
     return paths
+
+
+def absolute_path(path: str) -> str:
+    """What `find_files` takes, made to name the same files from any directory."""
+    expanded = os.path.expanduser(path)
+    here = os.getcwd()
+    if not os.path.exists(expanded):  # then it is a glob, and where we are is not part of it
+        here = glob.escape(here)
+    return str(pathlib.PurePath(here, expanded))
 
 
 @dataclasses.dataclass(frozen=True)

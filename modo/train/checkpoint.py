@@ -1,27 +1,16 @@
-"""Checkpoints and the run's own files in a workdir; Orbax behind one small surface."""
+"""Checkpoints in a workdir; Orbax behind one small surface."""
 
-import json
-import os
+import itertools
 import pathlib
+import textwrap
 
 import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
-from modo import config as config_lib
-from modo.config import Config
 from modo.errors import UserError
 
-CONFIG_FILE = "config.json"
-# Fields of the model that change how it is computed, not what its parameters are.
-FREE_FIELDS = ("model.remat", "model.compute_dtype", "model.moba.implementation")
-
-
-def write_atomically(path: pathlib.Path, text: str) -> None:
-    """Writes a small file so that a reader, or a kill, finds the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+ITEMS = ("params", "rest")
 
 
 def open_manager(
@@ -29,8 +18,6 @@ def open_manager(
 ) -> ocp.CheckpointManager:
     """A manager that keeps the newest `keep` checkpoints and the one of the lowest best_metric."""
     directory = workdir.absolute() / "checkpoints"
-    if not read_only:
-        _remove_empty_steps(directory)
     policies = [LatestN(n=keep)]
     if best_metric is not None:
         policies.append(
@@ -47,15 +34,29 @@ def open_manager(
         read_only=read_only,
         enable_async_checkpointing=not read_only,
     )
-    return ocp.CheckpointManager(directory, options=options, item_names=("params", "rest"))
+    return ocp.CheckpointManager(directory, options=options, item_names=ITEMS)
 
 
-def _remove_empty_steps(directory: pathlib.Path) -> None:
-    """Orbax takes an empty directory named like a step for a checkpoint, and would not save it."""
-    if directory.is_dir() and jax.process_index() == 0:
-        for path in directory.iterdir():
-            if path.name.isdigit() and path.is_dir() and not any(path.iterdir()):
-                path.rmdir()
+def set_aside_broken_steps(workdir: pathlib.Path) -> list[str]:
+    """Renames steps that lack a part, so that Orbax saves theirs again; says so in lines.
+
+    Empty directories, which a kill leaves, are removed.
+    """
+    directory, lines = workdir / "checkpoints", []
+    if not directory.is_dir() or jax.process_index() != 0:
+        return lines
+    for path in sorted(directory.iterdir()):
+        missing = [f"{item}/" for item in ITEMS if not (path / item).is_dir()]
+        if not path.name.isdigit() or not missing:
+            continue
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+            continue
+        names = (f"{path.name}.broken-{number}" for number in itertools.count(1))
+        aside = next(directory / name for name in names if not (directory / name).exists())
+        path.rename(aside)
+        lines.append(f"checkpoint {path} lacks {' and '.join(missing)}: set aside as {aside}")
+    return lines
 
 
 def complete_steps(manager: ocp.CheckpointManager) -> list[int]:
@@ -64,7 +65,7 @@ def complete_steps(manager: ocp.CheckpointManager) -> list[int]:
     return sorted(
         step
         for step in manager.all_steps()
-        if all((directory / str(step) / item).is_dir() for item in ("params", "rest"))
+        if all((directory / str(step) / item).is_dir() for item in ITEMS)
     )
 
 
@@ -81,6 +82,19 @@ def save(manager: ocp.CheckpointManager, state, metrics: dict | None) -> None:
     )
     if not manager.save(step, args=items, metrics=metrics):
         raise RuntimeError(f"checkpoint of step {step} was not saved: it is there already")
+
+
+def restore_newest(workdir: pathlib.Path, abstract_state):
+    """The TrainState of the newest whole checkpoint, or None; changes nothing in workdir.
+
+    Raises:
+      UserError: those of `restore`.
+    """
+    if not (workdir / "checkpoints").is_dir():
+        return None
+    with open_manager(workdir, read_only=True) as manager:
+        steps = complete_steps(manager)
+        return restore(manager, steps[-1], abstract_state) if steps else None
 
 
 def restore(manager: ocp.CheckpointManager, step: int, abstract_state):
@@ -103,53 +117,14 @@ def _restore(manager, step: int, targets: dict):
     items = {name: ocp.args.StandardRestore(target) for name, target in targets.items()}
     try:
         return manager.restore(step, args=ocp.args.Composite(**items))
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except jax.errors.JaxRuntimeError:  # of the device, such as its memory, not of the file
+        raise
+    except Exception as error:  # Orbax raises a bare Exception for a damaged file
+        path = f"{manager.directory}/{step}"
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"checkpoint {manager.directory}/{step} cannot be read: {first}") from error
-
-
-def read_config(workdir: pathlib.Path) -> Config:
-    """The config that a run was started with.
-
-    Raises:
-      UserError: there is no run in workdir, or its config cannot be read.
-    """
-    path = workdir / CONFIG_FILE
-    if not path.is_file():
-        raise UserError(f"{workdir} holds no run: {path} does not exist")
-    return config_lib.from_json(path.read_text())
-
-
-def claim_workdir(workdir: pathlib.Path, config: Config) -> None:
-    """Writes config.json, or checks that the run there has the same model.
-
-    Raises:
-      UserError: workdir is not a directory that can be made, or holds another model.
-    """
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"workdir {workdir}: {error.strerror}") from None
-    if (workdir / CONFIG_FILE).exists():
-        old, new = (json.loads(config_lib.to_json(c)) for c in (read_config(workdir), config))
-        differences = [
-            f"{name} was {before!r}, now {after!r}"
-            for name, before, after in _differences(old, new, "")
-            if name.startswith("model.") and name not in FREE_FIELDS
-        ]
-        if differences:
-            raise UserError(
-                f"workdir {workdir} holds a run of another model: {'; '.join(differences)}; "
-                "choose another workdir"
-            )
-    if jax.process_index() == 0:
-        write_atomically(workdir / CONFIG_FILE, config_lib.to_json(config))
-
-
-def _differences(old, new, prefix: str):
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        if old != new:
-            yield prefix.rstrip("."), old, new
-        return
-    for name in sorted(set(old) | set(new)):
-        yield from _differences(old.get(name), new.get(name), f"{prefix}{name}.")
+        first = textwrap.shorten(first, 120, placeholder=" ...")
+        earlier = max((s for s in complete_steps(manager) if s < step), default=None)
+        advice = "there is no earlier step"
+        if earlier is not None:
+            advice = f"to go on from step {earlier}, move {path} away"
+        raise UserError(f"checkpoint {path} cannot be read ({first}); {advice}") from error

@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import io
 import logging
+import os
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,21 +17,44 @@ from modo.config import Config
 from modo.errors import UserError
 
 
+def _quiet_about_closed_loops(unraisable) -> None:
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
+
+
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
     """Prints a UserError as one line and exits with status 2; Ctrl-C exits with 130.
 
-    Orbax's remarks on its own options, logged as warnings, are kept off the screen.
+    A reader of our output that leaves, such as `head`, ends the program without a word. Kept off
+    the screen: Orbax's remarks on its own options, logged as warnings, and the tracebacks of
+    TensorStore's threads, whose reads may fail after a first failure was raised here already.
     """
+    sys.unraisablehook = _quiet_about_closed_loops
     logging.getLogger("absl").setLevel(logging.ERROR)
+    if sys.stdout is not None:  # as it is after `>&-`
+        sys.stdout.reconfigure(errors="replace")  # what an ASCII terminal cannot show
     try:
         yield
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+    except BrokenPipeError:
+        # Python flushes stdout once more as it exits, and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+def not_empty(value: str) -> str:
+    """An argument that names a file or directory: "" would mean the current directory."""
+    if not value:
+        raise argparse.ArgumentTypeError("is empty")
+    return value
 
 
 def _config_directories() -> list[pathlib.Path]:
@@ -100,7 +124,7 @@ def parse_train_arguments(arguments: Sequence[str], prog: str = "train.py"):
         description="Train a model. Running it again in the same workdir resumes.",
     )
     parser.add_argument("--config", help=f"one of {', '.join(config_names())}, or a .py file")
-    parser.add_argument("--workdir", help="where the run keeps its files")
+    parser.add_argument("--workdir", type=not_empty, help="where the run keeps its files")
     parser.add_argument("-h", "--help", action="store_true", help="this; with --config, all fields")
     known, rest = parser.parse_known_args(arguments)
     if known.help and known.config is None:
@@ -141,6 +165,7 @@ def _first_complaint(text: str) -> str:
     lines = [line.strip(" │╭╮╰╯") for line in text.splitlines()][1:]
     ends = [i for i, line in enumerate(lines) if not line.strip("─")] or [len(lines)]
     complaint = " ".join(lines[: ends[0]]) or "arguments were not understood"
+    complaint = complaint.removeprefix("Error parsing ")  # "error: " stands before it
     if "Perhaps you meant:" in lines:
         suggestion = lines[lines.index("Perhaps you meant:") + 1].split()[0]
         complaint += f"; perhaps you meant {suggestion}"

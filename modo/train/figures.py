@@ -11,7 +11,7 @@ from flax import nnx
 from kernels_pallas.moba import choose_blocks
 from modo.config import Config
 from modo.nn.decoder import apply_block
-from modo.train.metrics import read_metrics
+from modo.train.metrics import read_metrics, select
 
 # Okabe and Ito's colours, told apart by colour-blind readers.
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
@@ -34,12 +34,14 @@ def draw_figures(
         routed_L1T = _routed_tokens(
             graphdef, params, tokens_1T, positions_1T, segment_ids_1T, routing=routing
         )
-        characters = [data.tokenizer.decode([t]) for t in np.asarray(tokens_1T[0])]
+        real = int((np.asarray(segment_ids_1T[0]) != 0).sum())  # padding is at the end
+        characters = [data.tokenizer.decode([t]) for t in np.asarray(tokens_1T[0, :real])]
         paths.append(
             routing_map(
-                np.asarray(routed_L1T[:, 0]),
+                np.asarray(routed_L1T[:, 0, :real]),
                 characters,
                 config.model.routed_layers,
+                routing,
                 directory / "routing.png",
             )
         )
@@ -83,7 +85,8 @@ def _chosen_blocks(graphdef, params, tokens_BT, positions_BT, segment_ids_BT, *,
         q_BTNH,
         k_BTKH,
         block_size=block.attention.block_size,
-        top_k=block.attention.top_k,
+        # A row has no more blocks than tokens, whatever top_k allows.
+        top_k=min(block.attention.top_k, tokens_BT.shape[1]),
         segment_ids=segment_ids_BT,
     )
 
@@ -100,15 +103,14 @@ def loss_curve(workdir: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
     records = read_metrics(workdir)
     figure, axes = _new_figure(1, 1, (6, 4))
     axis = axes[0, 0]
-    train = [(r["step"], r["loss"]) for r in records if r["split"] == "train"]
-    axis.plot(*zip(*train, strict=True), color=BLUE, linewidth=1, label="training")
+    train = [(r["step"], r["loss"]) for r in select(records, "train")]
+    # A line through a single point is no line.
+    marker = "." if len(train) == 1 else None
+    axis.plot(*zip(*train, strict=True), color=BLUE, linewidth=1, marker=marker, label="training")
+    evaluations = select(records, "eval")
     colours = {"predictor": ORANGE, "top_k": GREEN}
-    for routing in dict.fromkeys(r["routing"] for r in records if r["split"] == "eval"):
-        points = [
-            (r["step"], r["loss"])
-            for r in records
-            if r["split"] == "eval" and r["routing"] == routing
-        ]
+    for routing in dict.fromkeys(r["routing"] for r in evaluations):
+        points = [(r["step"], r["loss"]) for r in evaluations if r["routing"] == routing]
         axis.plot(
             *zip(*points, strict=True),
             marker={"predictor": "o", "top_k": "x"}.get(routing, "s"),
@@ -116,8 +118,7 @@ def loss_curve(workdir: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
             label=f"held out, {routing}",
         )
     axis.set(xlabel="step", ylabel="nats a token")
-    losses = [loss for _, loss in train]
-    axis.set_ylim(top=min(max(losses), 2 * min(losses)))
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend()
     axis.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
@@ -125,10 +126,15 @@ def loss_curve(workdir: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
 
 
 def routing_map(
-    routed_LT: np.ndarray, characters: list[str], layers: tuple[int, ...], path: pathlib.Path
+    routed_LT: np.ndarray,
+    characters: list[str],
+    layers: tuple[int, ...],
+    routing: str,
+    path: pathlib.Path,
 ) -> pathlib.Path:
     """Which tokens each routed layer computed, along a passage: filled cells under the text."""
     width, lines = 64, min(4, -(-routed_LT.shape[1] // 64))
+    routed_LT = routed_LT[:, : width * lines]
     height = 0.6 + 0.16 * len(layers)
     figure, axes = _new_figure(lines, 1, (12, 0.6 + height * lines))
     for line in range(lines):
@@ -136,7 +142,8 @@ def routing_map(
         axis.imshow(
             routed_LT[:, part], aspect="auto", cmap="Blues", vmin=0, vmax=1.3, interpolation="none"
         )
-        text = ["¶" if c == "\n" else c for c in characters[part]]
+        # Fonts have no picture of control characters.
+        text = ["¶" if c == "\n" else c if c.isprintable() else " " for c in characters[part]]
         axis.set_xticks(range(len(text)), text, fontfamily="monospace")
         axis.xaxis.tick_top()
         axis.set_yticks(range(len(layers)), [str(layer) for layer in layers])
@@ -144,7 +151,9 @@ def routing_map(
         axis.set_ylabel("layer")
         axis.set_xlim(-0.5, width - 0.5)
     share = routed_LT.mean()
-    figure.suptitle(f"Tokens computed by each routed layer: {share:.1%} of all")
+    figure.suptitle(
+        f"Tokens computed by each routed layer in these lines, {routing} routing: {share:.1%}"
+    )
     figure.savefig(path, dpi=150)
     return path
 
@@ -159,7 +168,7 @@ def block_map(
     """Which past blocks the heads of one layer chose for each token of one document."""
     length, heads, _ = start_TNJ.shape
     heads = min(4, heads)
-    figure, axes = _new_figure(1, heads, (3 * heads + 0.5, 3.4))
+    figure, axes = _new_figure(1, heads, (3 * heads + 0.5, 3.9))
     for head in range(heads):
         seen_TT = np.zeros((length, length))
         for t in range(length):

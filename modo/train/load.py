@@ -9,7 +9,7 @@ from flax import nnx
 from modo.data.tokenizer import ByteTokenizer, get_tokenizer
 from modo.errors import UserError
 from modo.nn.decoder import Decoder
-from modo.train import checkpoint
+from modo.train import checkpoint, run_directory
 
 
 def load(workdir: str | pathlib.Path, *, step: int | None = None) -> Decoder:
@@ -23,7 +23,7 @@ def load(workdir: str | pathlib.Path, *, step: int | None = None) -> Decoder:
       UserError: workdir holds no run, or no whole checkpoint of that step.
     """
     workdir = pathlib.Path(workdir)
-    config = checkpoint.read_config(workdir)
+    config = run_directory.read_config(workdir)
     if not (workdir / "checkpoints").is_dir():
         raise UserError(f"{workdir} has no checkpoint yet")
     abstract_model = nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0)))
@@ -51,4 +51,4 @@ def load_tokenizer(workdir: str | pathlib.Path) -> ByteTokenizer:
     Raises:
       UserError: workdir holds no run.
     """
-    return get_tokenizer(checkpoint.read_config(pathlib.Path(workdir)).data.tokenizer)
+    return get_tokenizer(run_directory.read_config(pathlib.Path(workdir)).data.tokenizer)

@@ -12,7 +12,7 @@ from modo import flops
 from modo.config import Config
 from modo.data import Data, open_data, train_batches
 from modo.errors import UserError
-from modo.train import checkpoint
+from modo.train import checkpoint, run_directory
 from modo.train.evaluation import Evaluation, evaluate
 from modo.train.mesh import batch_sharding, check_divides, make_mesh, place_batch
 from modo.train.metrics import MetricsLog
@@ -36,7 +36,8 @@ def run(config: Config, workdir: str | pathlib.Path) -> TrainState:
       The state after the last step.
 
     Raises:
-      UserError: config, data, mesh or workdir do not fit together; or a loss that is not finite.
+      UserError: config, data, mesh or workdir do not fit together, or another run is writing to
+        workdir: then nothing there has changed. Or a loss that is not finite.
     """
     workdir = pathlib.Path(workdir)
     mesh = make_mesh(config.mesh)
@@ -47,34 +48,41 @@ def run(config: Config, workdir: str | pathlib.Path) -> TrainState:
             f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's "
             f"{data.tokenizer.vocab_size}"
         )
-    best = eval_routings(config)[0]
-    checkpoint.claim_workdir(workdir, config)
-    with checkpoint.open_manager(
-        workdir, keep=config.train.keep_checkpoints, best_metric=best
-    ) as manager:
-        graphdef, abstract_state = make_state(config, mesh)
-        steps = checkpoint.complete_steps(manager)
-        if steps:
-            state = checkpoint.restore(manager, steps[-1], abstract_state)
-        else:
-            state = init_state(config, abstract_state)
-        start = int(state.step)
-        if start > config.train.steps:
-            raise UserError(
-                f"workdir {workdir} is at step {start}, past train.steps {config.train.steps}"
-            )
-        log = MetricsLog(
-            workdir,
-            start_step=start,
-            steps=config.train.steps,
-            enabled=jax.process_index() == 0,
+    eval_routings(config)  # raises where there is none
+    config = run_directory.with_absolute_paths(config)
+    run_directory.make_workdir(workdir)
+    with run_directory.locked(workdir):
+        run_directory.check_same_training(workdir, config)
+        return _run(config, workdir, mesh, data)
+
+
+def _run(config: Config, workdir: pathlib.Path, mesh, data: Data) -> TrainState:
+    """Restores, trains and reports, in a workdir that is locked and fits the config."""
+    graphdef, abstract_state = make_state(config, mesh)
+    state = checkpoint.restore_newest(workdir, abstract_state)
+    start = 0 if state is None else int(state.step)
+    if start > config.train.steps:
+        raise UserError(
+            f"workdir {workdir} is at step {start}, past train.steps {config.train.steps}"
         )
-        with contextlib.closing(log):
-            log.say(_describe(config, workdir, mesh, data, start))
-            step = make_train_step(graphdef, config, mesh, abstract_state)
-            state = _train(config, mesh, data, graphdef, state, step, manager, log)
+    log = MetricsLog(
+        workdir, start_step=start, steps=config.train.steps, enabled=jax.process_index() == 0
+    )
+    with contextlib.closing(log):
+        # Nothing refuses the run any more: only now does the workdir become this config's.
+        run_directory.write_config(workdir, config)
+        for line in checkpoint.set_aside_broken_steps(workdir):
+            log.say(line)
+        if state is None:
+            state = init_state(config, abstract_state)
+        log.say(_describe(config, workdir, mesh, data, start))
+        step = make_train_step(graphdef, config, mesh, abstract_state)
+        with checkpoint.open_manager(
+            workdir, keep=config.train.keep_checkpoints, best_metric=eval_routings(config)[0]
+        ) as manager:
+            state, seconds = _train(config, mesh, data, graphdef, state, step, manager, log)
             manager.wait_until_finished()
-            write_report(config, workdir, data, graphdef, state, mesh, log)
+        write_report(config, workdir, data, graphdef, state, mesh, log, seconds)
     return state
 
 
@@ -107,7 +115,8 @@ def _describe(config: Config, workdir, mesh, data: Data, start: int) -> str:
     return "\n".join([*lines, f"{begin} in {workdir}, {train.steps} steps"])
 
 
-def _train(config, mesh, data, graphdef, state, train_step, manager, log) -> TrainState:
+def _train(config, mesh, data, graphdef, state, train_step, manager, log):
+    """(state after the last step, seconds a step of each line but the one with compilation)."""
     train = config.train
     start = int(state.step)
     batches = train_batches(
@@ -124,6 +133,7 @@ def _train(config, mesh, data, graphdef, state, train_step, manager, log) -> Tra
     segments = config.data.separates_documents
     step_flops = flops.train_step(config.model, train.batch_size, train.length, segments=segments)
     pending, clock, since = None, time.perf_counter(), start
+    all_seconds = []
 
     with contextlib.closing(batches):
         for number in range(start + 1, train.steps + 1):
@@ -146,6 +156,10 @@ def _train(config, mesh, data, graphdef, state, train_step, manager, log) -> Tra
                 if number % train.log_every == 0 or number in (1, train.steps):
                     log.write(record)
                 text = _progress(record)
+                if number == start + 1:
+                    text += "  (includes compilation)"
+                else:
+                    all_seconds.append(seconds)
                 clock, since = time.perf_counter(), number
             log.advance(number, text)
 
@@ -163,15 +177,15 @@ def _train(config, mesh, data, graphdef, state, train_step, manager, log) -> Tra
                 checkpoint.save(manager, state, losses)
             if evaluate_now:  # its time is not the step's
                 clock, since = time.perf_counter(), number
-    return state
+    return state, all_seconds
 
 
 def _check_finite(metrics: dict, step: int) -> None:
     if not float(metrics["finite"]):
         raise LossNotFinite(
             f"loss or gradients are not finite at step {step} (loss {float(metrics['loss'])}, "
-            f"gradient norm {float(metrics['gradient_norm'])}); the last checkpoint is kept, "
-            "try a smaller optimizer.learning_rate"
+            f"gradient norm {float(metrics['gradient_norm'])}); the last checkpoint is kept; "
+            "try a smaller optimizer.learning_rate in another workdir"
         )
 
 

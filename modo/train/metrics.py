@@ -6,23 +6,46 @@ import sys
 
 from tqdm import tqdm
 
-from modo.train.checkpoint import write_atomically
+from modo.errors import UserError
+from modo.train.run_directory import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(workdir: pathlib.Path) -> list[dict]:
-    """The lines of metrics.jsonl; a last line cut short by a kill is left out."""
+    """The lines of metrics.jsonl; those that are no records, as a kill leaves, are left out.
+
+    Raises:
+      UserError: the file cannot be read.
+    """
     path = workdir / METRICS_FILE
-    if not path.exists():
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
         return []
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    return [record for line in lines if (record := _parse(line)) is not None]
+
+
+def _parse(line: bytes) -> dict | None:
+    """A record: a JSON object with an integer "step"."""
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, or brackets without end
+        return None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+
+
+def select(records: list[dict], split: str) -> list[dict]:
+    """The records of "train" or "eval" that hold the loss, and the routing, of their step."""
+    return [
+        r
+        for r in records
+        if r.get("split") == split
+        and isinstance(r.get("loss"), float)
+        and (split == "train" or isinstance(r.get("routing"), str))
+    ]
 
 
 class MetricsLog:
@@ -33,6 +56,9 @@ class MetricsLog:
       start_step: updates made so far; later lines, of steps to be made again, are dropped.
       steps: updates of the whole run.
       enabled: False on all processes but the first.
+
+    Raises:
+      UserError: metrics.jsonl cannot be read or written.
     """
 
     def __init__(self, workdir: pathlib.Path, *, start_step: int, steps: int, enabled: bool = True):
@@ -42,8 +68,11 @@ class MetricsLog:
             return
         path = workdir / METRICS_FILE
         kept = [r for r in read_metrics(workdir) if r["step"] <= start_step]
-        write_atomically(path, "".join(json.dumps(r) + "\n" for r in kept))
-        self.file = path.open("a", buffering=1)
+        try:
+            write_atomically(path, "".join(json.dumps(r) + "\n" for r in kept))
+            self.file = path.open("a", buffering=1)
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}") from None
         if sys.stderr.isatty():
             self.bar = tqdm(initial=start_step, total=steps, unit="step", dynamic_ncols=True)
         self.steps = steps

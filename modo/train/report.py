@@ -2,6 +2,7 @@
 
 import pathlib
 import statistics
+from collections.abc import Sequence
 
 import jax
 
@@ -9,14 +10,26 @@ from modo import flops
 from modo.config import Config
 from modo.train.evaluation import evaluate
 from modo.train.figures import draw_figures
-from modo.train.metrics import read_metrics
+from modo.train.metrics import read_metrics, select
 
 
-def write_report(config: Config, workdir: pathlib.Path, data, graphdef, state, mesh, log) -> None:
-    """Prints the table of a finished run and draws its figures."""
+def write_report(
+    config: Config,
+    workdir: pathlib.Path,
+    data,
+    graphdef,
+    state,
+    mesh,
+    log,
+    step_seconds: Sequence[float],
+) -> None:
+    """Prints the table of a finished run and draws its figures.
+
+    step_seconds are of this session's steps, compiled; empty where there were none.
+    """
     step = int(state.step)
-    records = read_metrics(workdir)
-    evaluations = {r["routing"]: r for r in records if r["split"] == "eval" and r["step"] == step}
+    records = select(read_metrics(workdir), "eval")
+    evaluations = {r["routing"]: r for r in records if r["step"] == step}
     depth = config.model.depth
     if depth is not None and depth.router_loss_weight > 0 and "router" not in evaluations:
         result = evaluate(
@@ -28,13 +41,13 @@ def write_report(config: Config, workdir: pathlib.Path, data, graphdef, state, m
             batch_size=config.train.eval_batch_size,
         )
         evaluations["router"] = {"loss": result.loss, **result.statistics}
-    log.say(_table(config, records, evaluations))
+    log.say(_table(config, evaluations, step_seconds))
     if jax.process_index() == 0:
         paths = draw_figures(config, workdir, data, graphdef, state.params)
         log.say("figures: " + ", ".join(str(path) for path in paths))
 
 
-def _table(config: Config, records: list[dict], evaluations: dict[str, dict]) -> str:
+def _table(config: Config, evaluations: dict[str, dict], step_seconds: Sequence[float]) -> str:
     """Losses under each routing, the predictor's scores, FLOPs a token and time a step."""
     lines = ["", f"{'routing':<12}{'held-out loss':>15}{'tokens computed':>18}"]
     for routing, result in evaluations.items():
@@ -54,9 +67,6 @@ def _table(config: Config, records: list[dict], evaluations: dict[str, dict]) ->
         f"FLOPs a token, forward: {ours / 1e6:.3f} M, {ours / dense:.3f} of the dense model of the "
         f"same depth and width ({dense / 1e6:.3f} M)"
     )
-    seconds = [r["step_seconds"] for r in records if r["split"] == "train"]
-    if len(seconds) > 1:
-        seconds = seconds[1:]  # the first line is compilation
-    if seconds:
-        lines.append(f"time a step: {1e3 * statistics.median(seconds):.1f} ms (median)")
+    if step_seconds:
+        lines.append(f"time a step: {1e3 * statistics.median(step_seconds):.1f} ms (median)")
     return "\n".join(lines) + "\n"

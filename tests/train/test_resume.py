@@ -1,8 +1,9 @@
 """A run that stops, however it stops, goes on as if it had not."""
 
 import dataclasses
-import json
 import os
+import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +14,14 @@ import numpy as np
 import pytest
 
 from modo import config as config_lib
+from modo.config import MobaConfig
 from modo.data import open_data, train_batches
 from modo.errors import UserError
 from modo.train import checkpoint
 from modo.train.loop import run
 from modo.train.mesh import batch_sharding, make_mesh, place_batch
 from modo.train.metrics import read_metrics
+from modo.train.run_directory import locked, read_config
 from modo.train.step import init_state, make_state, make_train_step
 from tests.train.helpers import subprocess_environment, with_train
 
@@ -154,15 +157,154 @@ def test_more_steps_extend_a_finished_run(finished_run, tmp_path):
         run(with_train(config, steps=4), tmp_path)
 
 
-def test_another_model_is_refused_with_the_difference(finished_run):
+def _contents(directory) -> dict:
+    """Every file and directory below, with what it holds."""
+    return {p: p.is_file() and p.read_bytes() for p in directory.rglob("*")}
+
+
+def _with(config, section: str, **fields):
+    return dataclasses.replace(
+        config, **{section: dataclasses.replace(getattr(config, section), **fields)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "fields", "message"),
+    [
+        ("train", {"steps": 5}, "at step 6, past train.steps 5"),
+        ("train", {"batch_size": 8}, "train.batch_size was 4, now 8"),
+        ("train", {"length": 16}, "train.length was 32, now 16"),
+        ("train", {"accumulation": 2}, "train.accumulation was 1, now 2"),
+        ("train", {"seed": 1}, "train.seed was 0, now 1"),
+        ("train", {"routing": "random"}, "train.routing was 'top_k', now 'random'"),
+        ("train", {"z_loss": 0.1}, "train.z_loss was 0.0, now 0.1"),
+        ("optimizer", {"name": "muon"}, "optimizer.name was 'adamw', now 'muon'"),
+        ("optimizer", {"b1": 0.5}, "optimizer.b1 was 0.9, now 0.5"),
+        ("data", {"mask_documents": False}, "data.mask_documents was True, now False"),
+        ("data", {"source": "shakespeare", "path": None}, "data.path was '.*', now None; data.so"),
+        ("model", {"compute_dtype": "bfloat16"}, "model.compute_dtype was 'float32'"),
+        ("model", {"moba": MobaConfig(block_size=8, top_k=3)}, "model.moba.top_k was 2, now 3"),
+    ],
+)
+def test_a_refused_run_changes_nothing(finished_run, section, fields, message):
     config, workdir, _ = finished_run
-    before = (workdir / "config.json").read_text()
-    moba = dataclasses.replace(config.model.moba, top_k=3)
-    other = dataclasses.replace(config, model=dataclasses.replace(config.model, moba=moba))
-    with pytest.raises(UserError, match="model.moba.top_k was 2, now 3"):
-        run(other, workdir)
-    assert (workdir / "config.json").read_text() == before
-    assert json.loads(before)["model"]["moba"]["top_k"] == 2
+    before = _contents(workdir)
+    with pytest.raises(UserError, match=message) as caught:
+        run(_with(config, section, **fields), workdir)
+    assert "\n" not in str(caught.value) and _contents(workdir) == before
+
+
+def test_what_does_not_change_the_training_may_change(finished_run, tmp_path):
+    config, workdir, _ = finished_run
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    fields = {"eval_batch_size": 3, "eval_every": 1, "log_every": 2, "checkpoint_every": 1}
+    other = with_train(config, steps=8, keep_checkpoints=1, eval_routings=("router",), **fields)
+    moba = dataclasses.replace(config.model.moba, implementation="reference")
+    other = _with(_with(other, "model", moba=moba), "mesh", data=1)
+    other = _with(other, "data", cache_dir=str(tmp_path / "cache"))
+    assert int(run(other, tmp_path).step) == 8
+    assert read_config(tmp_path) == other
+    assert checkpoint_steps(tmp_path)[-1] == 8
+
+
+def test_a_workdir_with_a_relative_path_of_an_earlier_version_goes_on(
+    finished_run, tmp_path, monkeypatch
+):
+    config, workdir, _ = finished_run
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    corpus = pathlib.Path(config.data.path)
+    monkeypatch.chdir(corpus.parent)
+    relative = _with(config, "data", path=corpus.name)
+    (tmp_path / "config.json").write_text(config_lib.to_json(relative))
+    assert int(run(relative, tmp_path).step) == 6
+    assert read_config(tmp_path).data.path == str(corpus)
+
+
+@pytest.mark.quick
+def test_a_second_run_in_a_workdir_is_refused(finished_run):
+    config, workdir, _ = finished_run
+    before = _contents(workdir)
+    with locked(workdir), pytest.raises(UserError, match="another run is writing to workdir"):
+        run(config, workdir)
+    assert _contents(workdir) == before
+
+
+@pytest.mark.quick
+def test_the_lock_goes_with_its_process(tmp_path):
+    program = (
+        "import pathlib, sys, time\n"
+        "from modo.train.run_directory import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])):\n"
+        "    print('locked', flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        env=subprocess_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "locked\n"
+        with pytest.raises(UserError, match="another run"), locked(tmp_path):
+            pass
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    with locked(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("missing", ["rest", "params"])
+def test_a_step_with_a_part_missing_is_set_aside(finished_run, tmp_path, missing, capsys):
+    config, workdir, state = finished_run
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    broken = tmp_path / "checkpoints" / "6"
+    shutil.rmtree(broken / missing)
+    (tmp_path / "checkpoints" / "6.broken-1").mkdir()
+    left = {path.name for path in broken.iterdir()}
+    assert_same_state(run(config, tmp_path), state)
+    aside = tmp_path / "checkpoints" / "6.broken-2"
+    assert {path.name for path in aside.iterdir()} == left
+    assert f"checkpoint {broken} lacks {missing}/: set aside as {aside}" in capsys.readouterr().out
+    assert checkpoint_steps(tmp_path) == [3, 6]
+
+
+@pytest.mark.parametrize("item", ["params", "rest"])
+def test_a_damaged_checkpoint_is_one_line_that_says_what_to_do(finished_run, tmp_path, item):
+    config, workdir, state = finished_run
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    newest = tmp_path / "checkpoints" / "6"
+    _truncate_largest(newest / item / "ocdbt.process_0" / "d")
+    before = _contents(tmp_path)
+    message = rf"{newest} cannot be read \(.*\); to go on from step 3, move {newest} away"
+    with pytest.raises(UserError, match=message):
+        run(config, tmp_path)
+    assert _contents(tmp_path) == before
+    newest.rename(tmp_path / "checkpoints" / "6.mine")
+    assert_same_state(run(config, tmp_path), state)
+
+
+def _truncate_largest(directory: pathlib.Path) -> None:
+    largest = max(directory.iterdir(), key=lambda path: path.stat().st_size)
+    os.truncate(largest, 100)
+
+
+def test_a_damaged_checkpoint_in_a_program(finished_run, tmp_path):
+    """TensorStore's threads stay silent too; without an earlier step there is no advice."""
+    _, workdir, _ = finished_run
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / "3")
+    _truncate_largest(tmp_path / "checkpoints" / "6" / "params" / "d")
+    result = subprocess.run(
+        [sys.executable, "-m", "modo.evaluate", "--workdir", str(tmp_path)],
+        env=subprocess_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "6 cannot be read (" in result.stderr and "there is no earlier step" in result.stderr
 
 
 def test_best_checkpoint_is_kept(finished_run, tmp_path):
@@ -181,8 +323,8 @@ def test_best_checkpoint_is_kept(finished_run, tmp_path):
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(finished_run, tmp_path):
     config, _, _ = finished_run
-    _run_until(config, tmp_path, 3)
     optimizer = dataclasses.replace(config.optimizer, learning_rate=1e30, clip_norm=None)
-    with pytest.raises(UserError, match="not finite at step [45]"):
+    config = with_train(config, eval_every=0, checkpoint_every=1)
+    with pytest.raises(UserError, match="not finite at step 2 .* in another workdir"):
         run(dataclasses.replace(config, optimizer=optimizer), tmp_path)
-    assert checkpoint_steps(tmp_path) == [3]
+    assert checkpoint_steps(tmp_path) == [1]

@@ -1,9 +1,13 @@
 """What a finished run leaves behind, and the programs that open it."""
 
 import dataclasses
+import functools
 import json
 import math
+import os
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 
@@ -18,13 +22,15 @@ import modo.evaluate
 import modo.sample
 from modo.config import MeshConfig
 from modo.data import open_data
+from modo.data.tokenizer import ByteTokenizer
 from modo.errors import UserError
 from modo.ops.losses import cross_entropy
 from modo.train import figures
 from modo.train.evaluation import evaluate
+from modo.train.loop import run
 from modo.train.mesh import make_mesh
 from modo.train.metrics import read_metrics
-from tests.train.helpers import ROOT, subprocess_environment
+from tests.train.helpers import ROOT, subprocess_environment, with_train
 
 pytestmark = pytest.mark.quick
 
@@ -37,7 +43,7 @@ def model(finished_run):
 def test_workdir_holds_what_it_promises(finished_run):
     config, workdir, _ = finished_run
     names = {path.name for path in workdir.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "checkpoints", "figures"}
+    assert names == {".lock", "config.json", "metrics.jsonl", "checkpoints", "figures"}
     figure_names = {path.name for path in (workdir / "figures").iterdir()}
     assert figure_names == {"loss.png", "routing.png", "blocks.png"}
     records = read_metrics(workdir)
@@ -137,6 +143,9 @@ def test_sample_command(finished_run, capsys):
         (["--tokens", "0"], "--tokens must be at least 1"),
         (["--temperature", "-1"], "--temperature must not be negative"),
         (["--temperature", "nan"], "--temperature must not be negative"),
+        (["--seed", "-1"], r"--seed must be in \[0, 4294967295\], got -1"),
+        (["--seed", "4294967296"], r"--seed must be in \[0, 4294967295\], got 4294967296"),
+        (["--workdir", ""], "--workdir: is empty"),
         (["--step", "5"], "no checkpoint of step 5"),
         (["--routing", "top_k"], "invalid choice"),
     ],
@@ -144,6 +153,38 @@ def test_sample_command(finished_run, capsys):
 def test_sample_command_on_bad_input(finished_run, arguments, message):
     with pytest.raises(UserError, match=message):
         modo.sample.main(["--workdir", str(finished_run[1]), *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workdir", ""], "--workdir: is empty"),
+        (["--json", ""], "--json: is empty"),
+        (["--json", "."], "--json . is a directory"),
+        (["--json", "nowhere/x.json"], "its directory does not exist"),
+        (["--batch-size", "0"], "at least 1, got 0"),
+    ],
+)
+def test_evaluate_command_on_bad_input(finished_run, arguments, message, monkeypatch):
+    monkeypatch.setattr(modo.evaluate, "evaluate_run", None)  # it is refused before that
+    with pytest.raises(UserError, match=message):
+        modo.evaluate.main(["--workdir", str(finished_run[1]), *arguments])
+
+
+def test_sample_into_what_cannot_take_it(finished_run):
+    """A pipe that nobody reads, and an output that knows no character but ASCII."""
+    command = [sys.executable, "-m", "modo.sample", "--workdir", str(finished_run[1])]
+    command += ["--tokens", "3", "--prompt", "\u00e9t\u00e9"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(
+        command, env=subprocess_environment(), stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert result.returncode == 1 and result.stderr == ""
+    environment = {**subprocess_environment(), "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(command, env=environment, capture_output=True, check=True)
+    assert result.stdout.startswith(b"?t?")
 
 
 def test_prediction_scores_against_counting(finished_run, model):
@@ -193,11 +234,94 @@ def test_figures_show_what_was_routed(tmp_path):
     from matplotlib.image import imread
 
     routed_LT = np.zeros((2, 64), bool)
-    empty = imread(figures.routing_map(routed_LT, ["a"] * 64, (1, 3), tmp_path / "a.png"))
+    empty = imread(figures.routing_map(routed_LT, ["a"] * 64, (1, 3), "top_k", tmp_path / "a.png"))
     routed_LT[0, :32] = True
-    half = imread(figures.routing_map(routed_LT, ["a"] * 64, (1, 3), tmp_path / "b.png"))
+    half = imread(figures.routing_map(routed_LT, ["a"] * 64, (1, 3), "top_k", tmp_path / "b.png"))
     blue_empty, blue_half = ((image[..., 0] < 0.3).mean() for image in (empty, half))
     assert blue_half > blue_empty + 0.1
+
+
+def _captured_figure(monkeypatch) -> list:
+    """The figures that are drawn from here on."""
+    drawn, make = [], figures._new_figure
+
+    def make_and_keep(*arguments):
+        drawn.append(make(*arguments))
+        return drawn[-1]
+
+    monkeypatch.setattr(figures, "_new_figure", make_and_keep)
+    return drawn
+
+
+def test_routing_map_says_what_it_counts(tmp_path, monkeypatch):
+    drawn = _captured_figure(monkeypatch)
+    routed_LT = np.zeros((2, 512), bool)  # four lines of 64 are drawn
+    routed_LT[0, :64] = True
+    routed_LT[:, 256:] = True
+    figures.routing_map(routed_LT, ["a"] * 512, (1, 3), "predictor", tmp_path / "a.png")
+    title = drawn[0][0].get_suptitle()
+    assert "in these lines, predictor routing: 12.5%" in title
+
+
+@pytest.mark.filterwarnings("error")
+def test_every_token_can_be_drawn(tmp_path):
+    characters = [ByteTokenizer().decode([token]) for token in range(257)]
+    for start in (0, 1):
+        part = characters[start : start + 256]
+        figures.routing_map(np.zeros((1, 256), bool), part, (1,), "top_k", tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_block_map_is_not_clipped(tmp_path, heads):
+    from matplotlib.image import imread
+
+    start_TNJ, valid_TNJ = np.zeros((64, heads, 1), int), np.zeros((64, heads, 1), bool)
+    image = imread(figures.block_map(start_TNJ, valid_TNJ, 8, 0, tmp_path / "b.png"))
+    assert (image[:3] == 1).all() and (image[-3:] == 1).all()
+
+
+def test_block_map_of_a_top_k_without_bound(finished_run):
+    config, _, _ = finished_run
+    moba = modo.MobaConfig(block_size=8, top_k=2**31 - 1)
+    model_config = dataclasses.replace(config.model, moba=moba)
+    graphdef, params = nnx.split(
+        nnx.eval_shape(lambda: modo.Decoder(model_config, rngs=nnx.Rngs(0)))
+    )
+    row_1T = jax.ShapeDtypeStruct((1, 32), jnp.int32)
+    chosen_blocks = functools.partial(figures._chosen_blocks, graphdef, layer=0)
+    start_1TNJ, _ = jax.eval_shape(chosen_blocks, params, row_1T, row_1T, row_1T)
+    assert start_1TNJ.shape[-1] <= 32
+
+
+def test_loss_curve_shows_every_step_and_whole_ticks(tmp_path, monkeypatch):
+    drawn = _captured_figure(monkeypatch)
+    lines = [{"step": s, "split": "train", "loss": loss} for s, loss in ((1, 5.5), (2, 1.5))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+    figures.loss_curve(tmp_path, tmp_path / "loss.png")
+    axis = drawn[0][1][0, 0]
+    assert axis.get_ylim()[1] > 5.5
+    assert all(tick == round(tick) for tick in axis.get_xticks())
+
+
+def test_time_a_step_is_of_this_session_without_compilation(finished_run, tmp_path, capsys):
+    """The lines of earlier sessions, as slow as can be, and the first step do not count."""
+    config, workdir, _ = finished_run
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text(
+        re.sub(r'"step_seconds": [^,}]*', '"step_seconds": 1e6', text)
+    )
+    run(config, tmp_path)
+    assert "time a step" not in capsys.readouterr().out
+    run(with_train(config, steps=7), tmp_path)
+    out = capsys.readouterr().out
+    assert "time a step" not in out
+    assert re.search("step 7/7 .*includes compilation", out)
+    run(with_train(config, steps=9, eval_every=0), tmp_path)
+    out = capsys.readouterr().out
+    last = float(re.search(r"step 9/9 .* (\d+) ms/step", out)[1])
+    assert float(re.search(r"time a step: ([\d.]+) ms", out)[1]) == pytest.approx(last, abs=0.51)
+    assert out.count("includes compilation") == 1
 
 
 def test_train_program(finished_run, tmp_path):

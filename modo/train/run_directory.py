@@ -1,0 +1,154 @@
+"""A run's directory: its config, and who may write to it."""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+
+import jax
+
+from modo import config as config_lib
+from modo.config import Config
+from modo.data.source import absolute_path
+from modo.errors import UserError
+
+CONFIG_FILE, LOCK_FILE = "config.json", ".lock"
+# Fields that may change while a run goes on: none decides what is trained.
+FREE_FIELDS = (
+    "train.steps",
+    "train.eval_every",
+    "train.eval_batch_size",
+    "train.eval_routings",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.log_every",
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.tensor",
+    "data.cache_dir",
+    "model.moba.implementation",
+    "model.remat",
+)
+
+
+def write_atomically(path: pathlib.Path, text: str) -> None:
+    """Writes a small file so that a reader, or a kill, finds the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def make_workdir(workdir: pathlib.Path) -> None:
+    """Makes the directory where there is none, and checks that a run can write into it.
+
+    Raises:
+      UserError: it cannot be made, or what it holds stands in a run's way.
+    """
+    if "[" in str(workdir.absolute()):
+        raise UserError(
+            f"workdir {workdir.absolute()} has a '[' in its path, where Orbax loses what it saves; "
+            "use another workdir"
+        )
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        for name in ("checkpoints", "figures"):
+            path = workdir / name
+            if path.exists() and not path.is_dir():
+                raise UserError(f"{path} is not a directory; move it away or use another workdir")
+        for path in (workdir, workdir / "checkpoints", workdir / "figures"):
+            if path.exists() and not os.access(path, os.W_OK | os.X_OK):
+                raise UserError(f"{path} cannot be written to")
+    except OSError as error:
+        raise UserError(f"workdir {workdir}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def locked(workdir: pathlib.Path) -> Iterator[None]:
+    """Keeps every other run out of workdir; the system drops the lock when the process ends.
+
+    Raises:
+      UserError: another run has it, or the lock cannot be made.
+    """
+    if jax.process_index() != 0:  # the processes of one run share it
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        path = workdir / LOCK_FILE
+        try:
+            file = stack.enter_context(path.open("a"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another run is writing to workdir {workdir}; wait for it or use another workdir"
+            ) from None
+        except OSError as error:
+            raise UserError(f"workdir {workdir}: cannot lock {path}: {error.strerror}") from None
+        yield
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The config with data paths that mean the same from any directory."""
+    data = config.data
+    paths = {
+        name: absolute_path(getattr(data, name))
+        for name in ("path", "validation_path")
+        if getattr(data, name)
+    }
+    if data.cache_dir:
+        paths["cache_dir"] = str(pathlib.Path(data.cache_dir).expanduser().absolute())
+    return dataclasses.replace(config, data=dataclasses.replace(data, **paths))
+
+
+def read_config(workdir: pathlib.Path) -> Config:
+    """The config that a run was started with.
+
+    Raises:
+      UserError: there is no run in workdir, or its config cannot be read.
+    """
+    path = workdir / CONFIG_FILE
+    try:
+        return config_lib.from_json(path.read_bytes().decode())
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{workdir} holds no run: {path} does not exist") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: byte {error.start} is no character") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def check_same_training(workdir: pathlib.Path, config: Config) -> None:
+    """Raises UserError, naming each field, where the run in workdir trains something else."""
+    if not (workdir / CONFIG_FILE).exists():
+        return
+    # Workdirs of earlier versions hold relative paths.
+    old = with_absolute_paths(read_config(workdir))
+    old, new = (json.loads(config_lib.to_json(c)) for c in (old, config))
+    differences = [
+        f"{name} was {before!r}, now {after!r}"
+        for name, before, after in _differences(old, new, "")
+        if name not in FREE_FIELDS
+    ]
+    if differences:
+        raise UserError(
+            f"workdir {workdir} holds another run: {'; '.join(differences)}; use another workdir"
+        )
+
+
+def _differences(old, new, prefix: str):
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        if old != new:
+            yield prefix.rstrip("."), old, new
+        return
+    for name in sorted(set(old) | set(new)):
+        yield from _differences(old.get(name), new.get(name), f"{prefix}{name}.")
+
+
+def write_config(workdir: pathlib.Path, config: Config) -> None:
+    """Writes config.json; only for a run that has passed every check."""
+    if jax.process_index() == 0:
+        write_atomically(workdir / CONFIG_FILE, config_lib.to_json(config))
