@@ -19,10 +19,10 @@ from kernels_pallas.moba import plan
 
 # Rows up to this length take the dense path: the tables of the grouped path would cost more.
 _DENSE_LENGTH = 1024
-_WINDOW_ROWS = 128
-_MAX_TILE = 128
+# Rows of a product: with long blocks more of them are faster, with short ones they are wasted.
+_SHORT_ROWS, _LONG_ROWS = 128, 256
 # Scores of a step of the grouped path, which takes several tiles when they are small.
-_STEP_ELEMENTS = 1 << 18
+_STEP_ELEMENTS = 1 << 19
 _MAX_STEP_TILES = 64
 # The dense path cuts the row into parts that each end their keys where they end: that saves
 # arithmetic, and each part is compiled by itself.
@@ -33,7 +33,8 @@ _PARTS = 2
 class Windows:
     """Consecutive tiles of queries, each against a window of `length` keys.
 
-    The window of the tile that begins at token t begins at t // align * align - front.
+    The window of the tile that begins at token t begins at t // align * align - front. A tile is
+    computed in `parts` of its rows; with several, each ends its keys where its rows end.
     """
 
     first: int
@@ -42,6 +43,17 @@ class Windows:
     length: int
     front: int
     align: int
+    parts: int = 1
+
+    def part_rows(self) -> list[tuple[int, int, int]]:
+        """First row, one beyond the last, and keys of each part."""
+        step = self.rows // self.parts
+        ends = range(step, self.rows + 1, step)
+        return [(end - step, end, end if self.parts > 1 else self.length) for end in ends]
+
+    def products(self) -> int:
+        """Pairs of a row and a key in all tiles."""
+        return self.tiles * sum((end - start) * keys for start, end, keys in self.part_rows())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +80,7 @@ class Layout:
 
 
 def _dense_windows(length: int) -> tuple[Windows, ...]:
-    tiles = -(-length // _WINDOW_ROWS)
+    tiles = -(-length // _SHORT_ROWS)
     rows = -(-length // tiles)
     parts = min(_PARTS, tiles)
     edges = [tiles * i // parts for i in range(parts + 1)]
@@ -78,17 +90,21 @@ def _dense_windows(length: int) -> tuple[Windows, ...]:
     )
 
 
+def _product_rows(block_size: int) -> int:
+    return _LONG_ROWS if block_size >= _LONG_ROWS else _SHORT_ROWS
+
+
 def _own_windows(length: int, block_size: int, aligned: bool) -> tuple[Windows, ...]:
-    if aligned and block_size <= _WINDOW_ROWS:
-        rows = _WINDOW_ROWS // block_size * block_size
+    rows = _product_rows(block_size)
+    if aligned and block_size <= rows:
+        rows = rows // block_size * block_size
         window = Windows(0, -(-length // rows), rows, rows, front=0, align=rows)
-    elif aligned and block_size % _WINDOW_ROWS == 0:
-        tiles = -(-length // _WINDOW_ROWS)
-        window = Windows(0, tiles, _WINDOW_ROWS, block_size, front=0, align=block_size)
+    elif aligned and block_size % rows == 0:
+        parts = block_size // rows
+        window = Windows(0, -(-length // block_size), block_size, block_size, 0, block_size, parts)
     else:
-        tiles = -(-length // _WINDOW_ROWS)
-        reach = _WINDOW_ROWS + block_size - 1
-        window = Windows(0, tiles, _WINDOW_ROWS, reach, front=block_size - 1, align=1)
+        reach = rows + block_size - 1
+        window = Windows(0, -(-length // rows), rows, reach, front=block_size - 1, align=1)
     return (window,)
 
 
@@ -107,7 +123,7 @@ def make_layout(
     dense = Layout(M, call.aligned, True, call.everything, J, _dense_windows(length))
     pairs = groups * plan.max_pairs(length, M, J)
     tile = 8
-    while 2 * tile <= _MAX_TILE and 8 * tile <= M * J * groups:
+    while 2 * tile <= _product_rows(M) and 8 * tile <= M * J * groups:
         tile *= 2
     tiles = pairs // tile + S if J else 0
     together = _STEP_ELEMENTS // (batch * kv_heads * tile * M)
@@ -147,7 +163,7 @@ def layout_flops(
     if layout.choices:
         chunk = plan.choice_chunk(batch, heads, length, S)
         choice = -(-length // chunk) * chunk * batch * heads * S * key_width
-    window = sum(w.tiles * w.rows * w.length for w in layout.windows) * batch * heads
+    window = sum(w.products() for w in layout.windows) * batch * heads
     tile = layout.steps * layout.step_tiles * layout.tile * layout.block_size * batch * kv_heads
     gather = 0
     if layout.step_tiles > 1:
@@ -159,6 +175,17 @@ def layout_flops(
 
 
 # --- One tile of queries against one window of keys -------------------------------------------
+
+
+def _bounded(x):
+    """So far from overflow that no score overflows, which would make NaN of inf - inf.
+
+    512 products of these powers of two stay below the largest sum, and are exact.
+    """
+    largest = jnp.finfo(x.dtype).max
+    if x.dtype != jnp.float16:  # Its products are summed in float32.
+        largest = 2.0 ** (jnp.finfo(x.dtype).maxexp // 2 - 5)
+    return jnp.clip(x, -largest, largest)
 
 
 def _accumulator(dtype) -> jnp.dtype:
@@ -181,9 +208,7 @@ def _scores(q, k, factor, soft_cap):
     if soft_cap is not None:
         tanh = jnp.tanh(s / soft_cap)
         s, slope = soft_cap * tanh, factor * (1 - tanh * tanh)
-    # An overflow must not make NaN of inf - inf.
-    limit = jnp.finfo(s.dtype).max
-    return jnp.clip(s, -limit, limit), slope
+    return s, slope
 
 
 class _Part(NamedTuple):
@@ -327,24 +352,35 @@ def _window_forward(windows, q_BKGTH, k_BKTH, v_BKTE, mask, factor, soft_cap):
         full = jnp.broadcast_to(
             _tile_mask(mask, windows, row, start), (B, K, G, rows, windows.length)
         )
-        return _attend(
-            _slice(q, row, rows, 3).reshape(B, K, G * rows, H),
-            _slice(k, start, windows.length, 2),
-            _slice(v, start, windows.length, 2),
-            full.reshape(B, K, G * rows, windows.length),
-            factor,
-            soft_cap,
-        )
+        q_ = _slice(q, row, rows, 3)
+        k_, v_ = (_slice(x, start, windows.length, 2) for x in (k, v))
+        parts = [
+            _attend(
+                q_[:, :, :, begin:end].reshape(B, K, -1, H),
+                k_[:, :, :keys],
+                v_[:, :, :keys],
+                full[:, :, :, begin:end, :keys].reshape(B, K, -1, keys),
+                factor,
+                soft_cap,
+            )
+            for begin, end, keys in windows.part_rows()
+        ]
+        return jax.tree.map(lambda *x: _join_parts(x, G), *parts)
 
     parts = lax.map(tile, jnp.arange(windows.tiles, dtype=jnp.int32))
-    return jax.tree.map(lambda x: _join_tiles(x, G, rows), parts)
+    return jax.tree.map(_join_tiles, parts)
 
 
-def _join_tiles(x, groups, rows):
-    """[tiles, B, K, G * rows, ...] to [B, K, G, tiles * rows, ...]."""
-    n, B, K, _, *rest = x.shape
-    x = jnp.moveaxis(x.reshape(n, B, K, groups, rows, *rest), 0, 3)
-    return x.reshape(B, K, groups, n * rows, *rest)
+def _join_parts(parts, groups):
+    """Parts [B, K, G * rows, ...] of a tile as [B, K, G, all rows, ...]."""
+    parts = [x.reshape(*x.shape[:2], groups, -1, *x.shape[3:]) for x in parts]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=3)
+
+
+def _join_tiles(x):
+    """[tiles, B, K, G, rows, ...] to [B, K, G, tiles * rows, ...]."""
+    n, B, K, G, rows, *rest = x.shape
+    return jnp.moveaxis(x, 0, 3).reshape(B, K, G, n * rows, *rest)
 
 
 def _window_backward(windows, q_BKGTH, k_BKTH, v_BKTE, mask, saved_BKGT: _Rows, factor, soft_cap):
@@ -360,28 +396,37 @@ def _window_backward(windows, q_BKGTH, k_BKTH, v_BKTE, mask, saved_BKGT: _Rows, 
         row = windows.first + i * rows
         start = row // windows.align * windows.align
         full = jnp.broadcast_to(_tile_mask(mask, windows, row, start), (B, K, G, rows, length))
-        q_, saved_ = jax.tree.map(
-            lambda x: _slice(x, row, rows, 3).reshape(B, K, G * rows, *x.shape[4:]), (q, saved)
-        )
-        dq, *parts = _attend_gradients(
-            q_,
-            _slice(k, start, length, 2),
-            _slice(v, start, length, 2),
-            full.reshape(B, K, G * rows, length),
-            saved_,
-            factor,
-            soft_cap,
-        )
+        q_, saved_ = jax.tree.map(lambda x: _slice(x, row, rows, 3), (q, saved))
+        k_, v_, dk, dv = (_slice(x, start, length, 2) for x in (k, v, *sums))
+        dq = []
+        for begin, end, keys in windows.part_rows():
+            q_part, saved_part = jax.tree.map(
+                lambda x, begin=begin, end=end: x[:, :, :, begin:end].reshape(
+                    B, K, -1, *x.shape[4:]
+                ),
+                (q_, saved_),
+            )
+            part = _attend_gradients(
+                q_part,
+                k_[:, :, :keys],
+                v_[:, :, :keys],
+                full[:, :, :, begin:end, :keys].reshape(B, K, -1, keys),
+                saved_part,
+                factor,
+                soft_cap,
+            )
+            dq.append(part[0])
+            dk, dv = (x.at[:, :, :keys].add(y) for x, y in zip((dk, dv), part[1:], strict=True))
         sums = tuple(
-            lax.dynamic_update_slice_in_dim(x, _slice(x, start, length, 2) + part, start, 2)
-            for x, part in zip(sums, parts, strict=True)
+            lax.dynamic_update_slice_in_dim(x, part, start, 2)
+            for x, part in zip(sums, (dk, dv), strict=True)
         )
-        return sums, dq
+        return sums, _join_parts(dq, G)
 
     sums = tuple(jnp.zeros(x.shape, _accumulator(x.dtype)) for x in (k, v))
     (dk, dv), dq = lax.scan(tile, sums, jnp.arange(windows.tiles, dtype=jnp.int32))
     dk, dv = (x[:, :, windows.front : windows.front + T] for x in (dk, dv))
-    return _join_tiles(dq, G, rows), dk, dv
+    return _join_tiles(dq), dk, dv
 
 
 # --- Chosen blocks, in tiles of pairs that share one --------------------------------------------
@@ -535,7 +580,7 @@ def forward(call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks: plan.B
     B, K, G, T, H = q_BKGTH.shape
     dtype = q_BKGTH.dtype
     multiplier, factor = _split_scale(call.scale, dtype)
-    q_BKGTH = q_BKGTH * multiplier
+    q_BKGTH, k_BKTH = _bounded(q_BKGTH * multiplier), _bounded(k_BKTH)
     mask = _window_mask(layout, blocks, chosen_BKJGT)
     parts = [
         _window_forward(w, q_BKGTH, k_BKTH, v_BKTE, mask, factor, call.soft_cap)
@@ -586,7 +631,7 @@ def backward(
     top, inverse = (x.reshape(B, K, G, T) for x in (top, inverse))
     dtype = q_BKGTH.dtype
     multiplier, factor = _split_scale(call.scale, dtype)
-    q_BKGTH = q_BKGTH * multiplier
+    q_BKGTH, k_BKTH = _bounded(q_BKGTH * multiplier), _bounded(k_BKTH)
     do_BKGTE = do_BKGTE.astype(top.dtype)
     delta_BKGT = jnp.sum(do_BKGTE * o, axis=-1)
     rows = _Rows(top, inverse, do_BKGTE.astype(v_BKTE.dtype), delta_BKGT)

@@ -1,6 +1,7 @@
 """Checkpoints in a workdir; Orbax behind one small surface."""
 
 import itertools
+import math
 import pathlib
 import textwrap
 
@@ -22,7 +23,7 @@ def open_manager(
     if best_metric is not None:
         policies.append(
             BestN(
-                get_metric_fn=lambda metrics: metrics[best_metric],
+                get_metric_fn=lambda metrics: metrics.get(best_metric, math.inf),
                 reverse=True,
                 n=1,
                 keep_checkpoints_without_metrics=False,
@@ -30,6 +31,9 @@ def open_manager(
         )
     options = ocp.CheckpointManagerOptions(
         preservation_policy=AnyPreservationPolicy(policies),
+        # Without it metrics are not stored, and after a resume no earlier step could be the best.
+        best_fn=None if best_metric is None else lambda metrics: metrics.get(best_metric, math.inf),
+        best_mode="min",
         cleanup_tmp_directories=not read_only,
         read_only=read_only,
         enable_async_checkpointing=not read_only,

@@ -319,6 +319,13 @@ def test_best_checkpoint_is_kept(finished_run, tmp_path):
             checkpoint.save(manager, state, None if loss is None else {"predictor": loss})
         manager.wait_until_finished()
     assert checkpoint_steps(tmp_path) == [2, 5, 6]
+    # A run that goes on remembers what was the best, also if it evaluates other routings.
+    for step, metric, kept in ((7, "predictor", [2, 6, 7]), (8, "top_k", [2, 7, 8])):
+        with checkpoint.open_manager(tmp_path, keep=2, best_metric="predictor") as manager:
+            state = dataclasses.replace(state, step=jax.numpy.int32(step))
+            checkpoint.save(manager, state, {metric: 2.0})
+            manager.wait_until_finished()
+        assert checkpoint_steps(tmp_path) == kept
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(finished_run, tmp_path):
