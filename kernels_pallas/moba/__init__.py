@@ -107,8 +107,8 @@ def moba_attention(
         selected and yields zeros, whatever its query, key and value hold.
       soft_cap: scores of attention become soft_cap * tanh(scores / soft_cap), after scale; a
         number.
-      implementation: "pallas_tpu", interpreted anywhere else; "xla"; "reference", a dense mask for
-        tests, with memory for T x T; None: "pallas_tpu" where it is compiled for a TPU, else "xla".
+      implementation: "xla"; "pallas_tpu", interpreted where there is no TPU; "reference", a dense
+        mask for tests, with memory for T x T; None: "xla".
 
     Returns:
       [B, T, N, Hv] in query's dtype. Softmax and sums are in float32 at least.
@@ -168,14 +168,12 @@ def _attend(implementation, call: plan.Call, q_BTNH, k_BTKH, v_BTKE, segment_ids
     return _attention(implementation, call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks)
 
 
-def _by_platform(implementation, on_tpu, elsewhere, *args):
-    """Calls what the implementation, or the platform that is compiled for, asks for."""
-    if implementation == "xla" or (implementation is None and args[0].dtype not in _PALLAS_DTYPES):
+def _implementation(implementation, on_tpu, elsewhere, *args):
+    """Calls what the implementation asks for; TPU kernels are interpreted where there is no TPU."""
+    if implementation != "pallas_tpu":
         return elsewhere(*args)
-    compiled = functools.partial(on_tpu, interpret=False)
-    if implementation == "pallas_tpu":
-        elsewhere = functools.partial(on_tpu, interpret=True)
-    return lax.platform_dependent(*args, tpu=compiled, default=elsewhere)
+    compiled, interpreted = (functools.partial(on_tpu, interpret=i) for i in (False, True))
+    return lax.platform_dependent(*args, tpu=compiled, default=interpreted)
 
 
 def _choose(implementation, call: plan.Call, q_BTNH, k_BTKH, blocks: plan.Blocks) -> jax.Array:
@@ -183,7 +181,7 @@ def _choose(implementation, call: plan.Call, q_BTNH, k_BTKH, blocks: plan.Blocks
     q_BTNH, k_BTKH = lax.stop_gradient((q_BTNH, k_BTKH))
     k_BKTH = jnp.swapaxes(k_BTKH, 1, 2)
     c_BKSH = plan.centroids(plan.cut_blocks(k_BKTH, blocks, call.block_size, call.aligned))
-    return _by_platform(
+    return _implementation(
         implementation,
         functools.partial(tpu.choose, call),
         functools.partial(plan.choose, call),
@@ -199,7 +197,7 @@ def _attention(implementation, call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks
 
 
 def _forward(implementation, call, *inputs):
-    o, top, inverse = _by_platform(
+    o, top, inverse = _implementation(
         implementation,
         functools.partial(tpu.forward, call),
         functools.partial(xla.forward, call),
@@ -209,7 +207,7 @@ def _forward(implementation, call, *inputs):
 
 
 def _backward(implementation, call, saved, do_BTNE):
-    dq, dk, dv = _by_platform(
+    dq, dk, dv = _implementation(
         implementation,
         functools.partial(tpu.backward, call),
         functools.partial(xla.backward, call),

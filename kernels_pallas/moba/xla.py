@@ -19,14 +19,16 @@ from kernels_pallas.moba import plan
 
 # Rows up to this length take the dense path: the tables of the grouped path would cost more.
 _DENSE_LENGTH = 1024
+# What a product costs on the grouped path, with all its gathering, against one on the dense path.
+_GROUPED_COST = 1.6
+# The dense path computes rows up to this length in parts that end their keys where they end. Each
+# is compiled by itself, so longer ones are cut into two parts of tiles that one loop goes through.
+_UNROLLED_LENGTH = 4096
 # Rows of a product: with long blocks more of them are faster, with short ones they are wasted.
 _SHORT_ROWS, _LONG_ROWS = 128, 256
 # Scores of a step of the grouped path, which takes several tiles when they are small.
 _STEP_ELEMENTS = 1 << 19
 _MAX_STEP_TILES = 64
-# The dense path cuts the row into parts that each end their keys where they end: that saves
-# arithmetic, and each part is compiled by itself.
-_PARTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +49,9 @@ class Windows:
 
     def part_rows(self) -> list[tuple[int, int, int]]:
         """First row, one beyond the last, and keys of each part."""
-        step = self.rows // self.parts
-        ends = range(step, self.rows + 1, step)
-        return [(end - step, end, end if self.parts > 1 else self.length) for end in ends]
+        step = -(-self.rows // self.parts)
+        edges = [(start, min(start + step, self.rows)) for start in range(0, self.rows, step)]
+        return [(start, end, end if self.parts > 1 else self.length) for start, end in edges]
 
     def products(self) -> int:
         """Pairs of a row and a key in all tiles."""
@@ -80,13 +82,15 @@ class Layout:
 
 
 def _dense_windows(length: int) -> tuple[Windows, ...]:
-    tiles = -(-length // _SHORT_ROWS)
-    rows = -(-length // tiles)
-    parts = min(_PARTS, tiles)
-    edges = [tiles * i // parts for i in range(parts + 1)]
-    return tuple(
-        Windows(a * rows, b - a, rows, b * rows, front=0, align=tiles * rows)
-        for a, b in zip(edges[:-1], edges[1:], strict=True)
+    if length <= _UNROLLED_LENGTH:
+        rows = _LONG_ROWS if length >= 2 * _LONG_ROWS else _SHORT_ROWS
+        return (Windows(0, 1, length, length, 0, length, parts=-(-length // rows)),)
+    rows = _LONG_ROWS
+    tiles = -(-length // rows)
+    half = tiles // 2
+    return (
+        Windows(0, half, rows, half * rows, front=0, align=tiles * rows),
+        Windows(half * rows, tiles - half, rows, tiles * rows, front=0, align=tiles * rows),
     )
 
 
@@ -144,7 +148,8 @@ def make_layout(
     if call.everything or (J and length <= _DENSE_LENGTH):
         return dense
     sizes = (batch, length, kv_heads, groups, key_width, value_width)
-    return min(grouped, dense, key=lambda layout: sum(layout_flops(layout, *sizes)))
+    costs = [sum(layout_flops(layout, *sizes)) for layout in (grouped, dense)]
+    return grouped if _GROUPED_COST * costs[0] < costs[1] else dense
 
 
 def layout_flops(
@@ -320,21 +325,33 @@ def _pad_window_mask(mask: _WindowMask, windows: Windows, back: int) -> _WindowM
     return _WindowMask(id_BT, bits, _pad(mask.slot_BT, 1, windows.front, back, -1))
 
 
-def _tile_mask(mask: _WindowMask, windows: Windows, row, start):
-    """[B, K, G, rows, length], where B, K and G may be 1; `start` counts from the padding."""
-    q_id = _slice(mask.id_BT, row + windows.front, windows.rows, 1)[:, :, None]
-    k_id = _slice(mask.id_BT, start, windows.length, 1)[:, None, :]
-    q_t = row + jnp.arange(windows.rows, dtype=jnp.int32)[:, None]
-    k_t = start - windows.front + jnp.arange(windows.length, dtype=jnp.int32)
+def _mask(mask: _WindowMask, front: int, row, rows: int, start, keys: int):
+    """[B, K, G, rows, keys], where B, K and G may be 1; `start` counts from the padding."""
+    q_id = _slice(mask.id_BT, row + front, rows, 1)[:, :, None]
+    k_id = _slice(mask.id_BT, start, keys, 1)[:, None, :]
+    q_t = row + jnp.arange(rows, dtype=jnp.int32)[:, None]
+    k_t = start - front + jnp.arange(keys, dtype=jnp.int32)
     member = (q_id == k_id)[:, None, None]
     if mask.bits_BKGTw is not None:
-        bits = _slice(mask.bits_BKGTw, row, windows.rows, 3)
-        slot = _slice(mask.slot_BT, start, windows.length, 1)[:, None, None, None, :]
+        bits = _slice(mask.bits_BKGTw, row, rows, 3)
+        slot = _slice(mask.slot_BT, start, keys, 1)[:, None, None, None, :]
         for word in range(bits.shape[-1]):
             shift = (slot - 32 * word).astype(jnp.uint32)
             shifted = lax.shift_right_logical(*jnp.broadcast_arrays(bits[..., word, None], shift))
             member = member | ((shifted & 1) == 1)
     return member & ((q_t >= k_t) & (q_id >= 0))[:, None, None]
+
+
+def _part_mask(mask: _WindowMask, windows: Windows, back: int, heads: tuple[int, int, int]):
+    """A function to the mask [B, K, G * rows, keys] of a part of a tile."""
+    mask = _pad_window_mask(mask, windows, back)
+
+    def part_mask(row, start, begin, end, keys):
+        full = _mask(mask, windows.front, row + begin, end - begin, start, keys)
+        full = jnp.broadcast_to(full, (*heads, end - begin, keys))
+        return full.reshape(*heads[:2], -1, keys)
+
+    return part_mask
 
 
 def _window_forward(windows, q_BKGTH, k_BKTH, v_BKTE, mask, factor, soft_cap):
@@ -343,15 +360,12 @@ def _window_forward(windows, q_BKGTH, k_BKTH, v_BKTE, mask, factor, soft_cap):
     back = _end(windows, T) - T
     q = _pad(q_BKGTH, 3, 0, back)
     k, v = (_pad(x, 2, windows.front, back) for x in (k_BKTH, v_BKTE))
-    mask = _pad_window_mask(mask, windows, back)
+    part_mask = _part_mask(mask, windows, back, (B, K, G))
     rows = windows.rows
 
     def tile(i):
         row = windows.first + i * rows
         start = row // windows.align * windows.align
-        full = jnp.broadcast_to(
-            _tile_mask(mask, windows, row, start), (B, K, G, rows, windows.length)
-        )
         q_ = _slice(q, row, rows, 3)
         k_, v_ = (_slice(x, start, windows.length, 2) for x in (k, v))
         parts = [
@@ -359,7 +373,7 @@ def _window_forward(windows, q_BKGTH, k_BKTH, v_BKTE, mask, factor, soft_cap):
                 q_[:, :, :, begin:end].reshape(B, K, -1, H),
                 k_[:, :, :keys],
                 v_[:, :, :keys],
-                full[:, :, :, begin:end, :keys].reshape(B, K, -1, keys),
+                part_mask(row, start, begin, end, keys),
                 factor,
                 soft_cap,
             )
@@ -390,12 +404,11 @@ def _window_backward(windows, q_BKGTH, k_BKTH, v_BKTE, mask, saved_BKGT: _Rows, 
     rows, length = windows.rows, windows.length
     q, saved = jax.tree.map(lambda x: _pad(x, 3, 0, back), (q_BKGTH, saved_BKGT))
     k, v = (_pad(x, 2, windows.front, back) for x in (k_BKTH, v_BKTE))
-    mask = _pad_window_mask(mask, windows, back)
+    part_mask = _part_mask(mask, windows, back, (B, K, G))
 
     def tile(sums, i):
         row = windows.first + i * rows
         start = row // windows.align * windows.align
-        full = jnp.broadcast_to(_tile_mask(mask, windows, row, start), (B, K, G, rows, length))
         q_, saved_ = jax.tree.map(lambda x: _slice(x, row, rows, 3), (q, saved))
         k_, v_, dk, dv = (_slice(x, start, length, 2) for x in (k, v, *sums))
         dq = []
@@ -410,7 +423,7 @@ def _window_backward(windows, q_BKGTH, k_BKTH, v_BKTE, mask, saved_BKGT: _Rows, 
                 q_part,
                 k_[:, :, :keys],
                 v_[:, :, :keys],
-                full[:, :, :, begin:end, :keys].reshape(B, K, -1, keys),
+                part_mask(row, start, begin, end, keys),
                 saved_part,
                 factor,
                 soft_cap,
