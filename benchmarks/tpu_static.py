@@ -25,6 +25,8 @@ os.environ["TPU_STATIC_DUMP"] = tempfile.mkdtemp(prefix="tpu-static-")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+# No device is taken, so that another process may have libtpu open as well.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["LIBTPU_INIT_ARGS"] = (
     f"{os.environ.get('LIBTPU_INIT_ARGS', '')} --xla_jf_dump_to={os.environ['TPU_STATIC_DUMP']} "

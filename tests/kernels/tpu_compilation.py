@@ -6,6 +6,8 @@ os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 # Or libtpu waits for the metadata server of a machine in the cloud.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+# No device is taken, so that another process may have libtpu open as well.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
 import jax.numpy as jnp
