@@ -54,6 +54,23 @@ def make_call(length, block_size, top_k, aligned, scale=1.0, soft_cap=None, path
     )
 
 
+def group_heads(x_BTNX: jax.Array, K: int) -> jax.Array:
+    """Query heads by the key head that they use, [B, K, G, T, X]."""
+    B, T, N, X = x_BTNX.shape
+    return jnp.transpose(x_BTNX.reshape(B, T, K, N // K, X), (0, 2, 3, 1, 4))
+
+
+def bounded(x: jax.Array) -> jax.Array:
+    """So far from overflow that no score overflows, which would make NaN of inf - inf.
+
+    512 products of these powers of two stay below the largest sum, and are exact.
+    """
+    largest = jnp.finfo(x.dtype).max
+    if x.dtype != jnp.float16:  # Its products are summed in float32.
+        largest = 2.0 ** (jnp.finfo(x.dtype).maxexp // 2 - 5)
+    return jnp.clip(x, -largest, largest)
+
+
 class Blocks(NamedTuple):
     """Blocks of each row of the batch. Without segment ids all rows agree and B is 1.
 
@@ -176,10 +193,10 @@ def choose(call: Call, q_BTNH: jax.Array, c_BKSH: jax.Array, blocks: Blocks) -> 
     Returns:
       int32 [B, N, J, T].
     """
-    B, T, N, H = q_BTNH.shape
+    B, T, N, _ = q_BTNH.shape
     K = c_BKSH.shape[1]
     G = N // K
-    q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, G, H), (0, 2, 3, 1, 4))
+    q_BKGTH = group_heads(q_BTNH, K)
     S = c_BKSH.shape[2]
     chunk = choice_chunk(B, K * G, T, S)
     steps = -(-T // chunk)

@@ -9,7 +9,7 @@ from kernels_pallas.moba import plan
 
 def attention_mask(q_BTNH, k_BTKH, *, block_size, top_k, segment_ids_BT=None) -> jax.Array:
     """What each query attends to: bool [B, K, G, T, T]."""
-    B, T, N, H = q_BTNH.shape
+    B, T, N, _ = q_BTNH.shape
     K = k_BTKH.shape[2]
     blocks = plan.find_blocks(T, block_size, segment_ids_BT)
     causal_TT = jnp.tril(jnp.ones((T, T), bool))
@@ -20,7 +20,7 @@ def attention_mask(q_BTNH, k_BTKH, *, block_size, top_k, segment_ids_BT=None) ->
     S = blocks.start_BS.shape[1]
     if S == 0 or top_k == 1:
         return mask
-    q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
+    q_BKGTH = plan.group_heads(q_BTNH, K)
     k_BKSMH = plan.cut_blocks(
         jnp.swapaxes(k_BTKH, 1, 2), blocks, block_size, segment_ids_BT is None
     )

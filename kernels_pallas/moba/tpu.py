@@ -23,8 +23,6 @@ _TILE = 256
 _CHOOSE_TILE = 512
 # Pairs of a query and a block that are gathered and attended at once: it bounds the memory.
 _CHUNK_PAIRS = 1 << 20
-# 512 products of numbers of this size stay below the largest float32, and are exact.
-_LARGEST = 2.0**59
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,9 +151,7 @@ def _over_groups(function, layout: Layout, N: int, K: int, carry):
 
 def _queries(layout, x_BTNX, start, heads: int, key_heads: int):
     """Some query heads, [A, G, length, X]."""
-    x_BTNX = _group_of(x_BTNX, 2, start, heads)
-    B, T, _, X = x_BTNX.shape
-    x_BKGTX = jnp.transpose(x_BTNX.reshape(B, T, key_heads, -1, X), (0, 2, 3, 1, 4))
+    x_BKGTX = plan.group_heads(_group_of(x_BTNX, 2, start, heads), key_heads)
     return _pad_tokens(_merge_heads(x_BKGTX), 2, layout.length)
 
 
@@ -166,14 +162,9 @@ def _as_heads(x_AGTX, B: int, T: int):
     return jnp.transpose(x_BKGTX, (0, 3, 1, 2, 4)).reshape(B, T, A // B * G, X)
 
 
-def _bounded(x):
-    """So far from overflow that no score overflows, which would make NaN of inf - inf."""
-    return jnp.clip(x, -_LARGEST, _LARGEST)
-
-
 def _multiplied(call, q):
     multiplier = tpu_tiles.query_multiplier(call.scale, call.soft_cap)
-    return _bounded(q.astype(jnp.float32) * multiplier).astype(q.dtype)
+    return plan.bounded(q.astype(jnp.float32) * multiplier).astype(q.dtype)
 
 
 def _keys(x_BTKX, start, key_heads: int):
@@ -293,7 +284,7 @@ def forward(call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, *, int
 
     def group(out, start, heads, key_start, key_heads):
         q_AGTH = _multiplied(call, _queries(layout, q_BTNH, start, heads, key_heads))
-        k_BKTH, v_BKTE = (_keys(x, key_start, key_heads) for x in (_bounded(k_BTKH), v_BTKE))
+        k_BKTH, v_BKTE = (_keys(x, key_start, key_heads) for x in (plan.bounded(k_BTKH), v_BTKE))
         part = tpu_interval.forward(
             low_BT,
             q_AGTH,
@@ -384,7 +375,7 @@ def backward(
             return _queries(layout, x, start, heads, key_heads)
 
         q_AGTH = _multiplied(call, queries(q_BTNH))
-        k_BKTH, v_BKTE = (_keys(x, key_start, key_heads) for x in (_bounded(k_BTKH), v_BTKE))
+        k_BKTH, v_BKTE = (_keys(x, key_start, key_heads) for x in (plan.bounded(k_BTKH), v_BTKE))
         top_AGT, inverse_AGT = (stat(x, start, heads, key_heads) for x in (top, inverse))
         do_AGTE = queries(do_BTNE).astype(jnp.float32) * inverse_AGT[..., None]
         delta_AGT = jnp.sum(do_AGTE * queries(o).astype(jnp.float32), axis=-1)
@@ -445,11 +436,10 @@ def backward(
 
 def choose(call: plan.Call, q_BTNH, c_BKSH, blocks: plan.Blocks, *, interpret: bool):
     """`plan.choose` in one pass over the blocks, without a buffer of scores."""
-    B, T, N, H = q_BTNH.shape
-    K = c_BKSH.shape[1]
+    B, T, N, _ = q_BTNH.shape
     tile = min(_CHOOSE_TILE, -(-T // LANES) * LANES)
     length = -(-T // tile) * tile
-    q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
+    q_BKGTH = plan.group_heads(q_BTNH, c_BKSH.shape[1])
     chosen_AGJT = tpu_choose.choose(
         _pad_tokens(blocks.first_BT, 1, length),
         _pad_tokens(blocks.end_BT, 1, length),

@@ -182,17 +182,6 @@ def layout_flops(
 # --- One tile of queries against one window of keys -------------------------------------------
 
 
-def _bounded(x):
-    """So far from overflow that no score overflows, which would make NaN of inf - inf.
-
-    512 products of these powers of two stay below the largest sum, and are exact.
-    """
-    largest = jnp.finfo(x.dtype).max
-    if x.dtype != jnp.float16:  # Its products are summed in float32.
-        largest = 2.0 ** (jnp.finfo(x.dtype).maxexp // 2 - 5)
-    return jnp.clip(x, -largest, largest)
-
-
 def _accumulator(dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
@@ -563,12 +552,6 @@ def _dispatch(call: plan.Call, layout: Layout, chosen_BKJGT) -> plan.Tiles:
     )
 
 
-def _group_heads(x_BTNX, K: int):
-    """[B, K, G, T, X]."""
-    B, T, N, X = x_BTNX.shape
-    return jnp.transpose(x_BTNX.reshape(B, T, K, N // K, X), (0, 2, 3, 1, 4))
-
-
 def _ungroup_heads(x_BKGTX):
     B, K, G, T, X = x_BKGTX.shape
     return jnp.transpose(x_BKGTX, (0, 3, 1, 2, 4)).reshape(B, T, K * G, X)
@@ -587,13 +570,13 @@ def forward(call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks: plan.B
       o_BTNE in the dtype of queries, top_BNT, inverse_BNT float32 at least.
     """
     K = k_BTKH.shape[2]
-    q_BKGTH, chosen_BKJGT = _group_heads(q_BTNH, K), _group_choice(chosen_BNJT, K)
+    q_BKGTH, chosen_BKJGT = plan.group_heads(q_BTNH, K), _group_choice(chosen_BNJT, K)
     k_BKTH, v_BKTE = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKE))
     layout = _layout_of(call, q_BKGTH, v_BKTE)
     B, K, G, T, H = q_BKGTH.shape
     dtype = q_BKGTH.dtype
     multiplier, factor = _split_scale(call.scale, dtype)
-    q_BKGTH, k_BKTH = _bounded(q_BKGTH * multiplier), _bounded(k_BKTH)
+    q_BKGTH, k_BKTH = plan.bounded(q_BKGTH * multiplier), plan.bounded(k_BKTH)
     mask = _window_mask(layout, blocks, chosen_BKJGT)
     parts = [
         _window_forward(w, q_BKGTH, k_BKTH, v_BKTE, mask, factor, call.soft_cap)
@@ -636,7 +619,7 @@ def backward(
       o, top, inverse: what `forward` returned.
     """
     K = k_BTKH.shape[2]
-    q_BKGTH, o, do_BKGTE = (_group_heads(x, K) for x in (q_BTNH, o, do_BTNE))
+    q_BKGTH, o, do_BKGTE = (plan.group_heads(x, K) for x in (q_BTNH, o, do_BTNE))
     chosen_BKJGT = _group_choice(chosen_BNJT, K)
     k_BKTH, v_BKTE = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKE))
     layout = _layout_of(call, q_BKGTH, v_BKTE)
@@ -644,7 +627,7 @@ def backward(
     top, inverse = (x.reshape(B, K, G, T) for x in (top, inverse))
     dtype = q_BKGTH.dtype
     multiplier, factor = _split_scale(call.scale, dtype)
-    q_BKGTH, k_BKTH = _bounded(q_BKGTH * multiplier), _bounded(k_BKTH)
+    q_BKGTH, k_BKTH = plan.bounded(q_BKGTH * multiplier), plan.bounded(k_BKTH)
     do_BKGTE = do_BKGTE.astype(top.dtype)
     delta_BKGT = jnp.sum(do_BKGTE * o, axis=-1)
     rows = _Rows(top, inverse, do_BKGTE.astype(v_BKTE.dtype), delta_BKGT)

@@ -21,6 +21,23 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "
 MILLION = 1 << 20
 
 
+def cases_of(generations: tuple[str, ...]) -> list[tuple]:
+    """What every generation compiles.
+
+    generation, T, query heads, key heads, head width, block_size, top_k, dtype, documents
+    """
+    return [
+        (generation, *case)
+        for case in (
+            (8192, 4, 1, 128, 512, 3, jnp.bfloat16, False),
+            (8192, 2, 1, 64, 128, 8, jnp.float32, True),
+            (8192, 2, 2, 256, 512, 3, jnp.bfloat16, True),
+            (32768, 1, 1, 128, 4096, 3, jnp.bfloat16, False),
+        )
+        for generation in generations
+    ]
+
+
 def compile_case(generation, T, N, K, H, block_size, top_k, dtype, documents):
     """The forward and backward pass compiled for one chip."""
     devices = topologies.get_topology_desc(
