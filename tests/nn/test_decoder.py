@@ -329,10 +329,10 @@ def test_causal_routing_does_not_look_ahead(routing):
 
 def test_top_k_looks_ahead():
     # Else the causal routings would not be needed, and the test above would show nothing.
-    model, tokens_BT = decoder(config=MIXED), np.array(tokens(batch=64))
+    model, tokens_BT = decoder(config=MIXED), tokens(batch=64)
     logits_BTV, aux = call(model, tokens_BT)
-    tokens_BT[:, -1] = (tokens_BT[:, -1] + 1) % V
-    moved_BTV, moved = call(model, tokens_BT)
+    # Not in place: JAX may still be reading the NumPy array that it was given.
+    moved_BTV, moved = call(model, tokens_BT.at[:, -1].set((tokens_BT[:, -1] + 1) % V))
     assert not np.array_equal(aux.routed_LBT[0, :, :-1], moved.routed_LBT[0, :, :-1])
     assert not np.allclose(logits_BTV[:, :-1], moved_BTV[:, :-1])
 
