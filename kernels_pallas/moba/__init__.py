@@ -122,6 +122,29 @@ def moba_attention(
       Lu et al. 2025, "MoBA: Mixture of Block Attention for Long-Context LLMs", arXiv 2502.13189,
       Eq. 2 to 8 and Algorithm 1.
     """
+    call, q_BTNH, k_BTKH, v_BTKE = _prepare(
+        query, key, value, block_size, top_k, scale, segment_ids, soft_cap, implementation
+    )
+    if implementation == "reference":
+        out = reference.attention(
+            q_BTNH,
+            k_BTKH,
+            v_BTKE,
+            block_size=call.block_size,
+            top_k=min(top_k, query.shape[1]),
+            scale=call.scale,
+            segment_ids_BT=segment_ids,
+            soft_cap=soft_cap,
+        )
+    else:
+        out = _attend(implementation, call, q_BTNH, k_BTKH, v_BTKE, segment_ids)
+    return _without_padding(out.astype(query.dtype), segment_ids)
+
+
+def _prepare(
+    query, key, value, block_size, top_k, scale, segment_ids, soft_cap, implementation
+) -> tuple[plan.Call, jax.Array, jax.Array, jax.Array]:
+    """Checks all arguments; the call, and its arrays of one dtype without what padding holds."""
     _check_blocks(block_size, top_k)
     _check_shapes(query, key, value, segment_ids)
     if implementation is not None and implementation not in IMPLEMENTATIONS:
@@ -130,30 +153,15 @@ def moba_attention(
         )
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     _check_numbers(scale, soft_cap)
+    dtype = jnp.result_type(query, key, value)
+    if implementation == "pallas_tpu" and dtype not in _PALLAS_DTYPES:
+        raise ValueError(f"pallas_tpu takes float32 and bfloat16, got {dtype}")
     # Blocks longer than the row, and more of them than tokens, are no different from these.
-    block_size, top_k = min(block_size, query.shape[1]), min(top_k, query.shape[1])
-    q_BTNH, k_BTKH, v_BTKE = (_without_padding(x, segment_ids) for x in (query, key, value))
-    if implementation == "reference":
-        out = reference.attention(
-            q_BTNH,
-            k_BTKH,
-            v_BTKE,
-            block_size=block_size,
-            top_k=top_k,
-            scale=scale,
-            segment_ids_BT=segment_ids,
-            soft_cap=soft_cap,
-        )
-    else:
-        dtype = jnp.result_type(q_BTNH, k_BTKH, v_BTKE)
-        if implementation == "pallas_tpu" and dtype not in _PALLAS_DTYPES:
-            raise ValueError(f"pallas_tpu takes float32 and bfloat16, got {dtype}")
-        q_BTNH, k_BTKH, v_BTKE = (x.astype(dtype) for x in (q_BTNH, k_BTKH, v_BTKE))
-        call = plan.make_call(
-            query.shape[1], block_size, top_k, segment_ids is None, scale, soft_cap
-        )
-        out = _attend(implementation, call, q_BTNH, k_BTKH, v_BTKE, segment_ids)
-    return _without_padding(out.astype(query.dtype), segment_ids)
+    T = query.shape[1]
+    call = plan.make_call(
+        T, min(block_size, T), min(top_k, T), segment_ids is None, scale, soft_cap
+    )
+    return call, *(_without_padding(x, segment_ids).astype(dtype) for x in (query, key, value))
 
 
 def _attend(implementation, call: plan.Call, q_BTNH, k_BTKH, v_BTKE, segment_ids_BT) -> jax.Array:

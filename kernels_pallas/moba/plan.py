@@ -137,6 +137,12 @@ def find_blocks(length: int, block_size: int, segment_ids_BT: jax.Array | None) 
     )
 
 
+def of_queries(blocks: Blocks, offset: jax.Array, length: int) -> Blocks:
+    """The same blocks, with the tokens from `offset` on, `length` of them."""
+    candidates, *tokens = blocks
+    return Blocks(candidates, *(lax.dynamic_slice_in_dim(x, offset, length, 1) for x in tokens))
+
+
 def cut_blocks(x_BKTH: jax.Array, blocks: Blocks, block_size: int, aligned: bool) -> jax.Array:
     """The tokens of the candidate blocks, [B, K, S, M, H]; aligned: without segment ids."""
     B, K, _, H = x_BKTH.shape
@@ -251,6 +257,12 @@ def max_pairs(length: int, block_size: int, choices: int) -> int:
     return block_size * (few * (few - 1) // 2 + choices * (whole - few)) + rest * min(
         choices, whole
     )
+
+
+def max_chunk_pairs(length: int, queries: int, block_size: int, choices: int) -> int:
+    """The same of any `queries` consecutive tokens: the last of a row have the most."""
+    before = max_pairs(length - queries, block_size, choices)
+    return max_pairs(length, block_size, choices) - before
 
 
 def _sort(key_P, pair_P, largest: int):
