@@ -184,7 +184,9 @@ def _implementation(implementation, on_tpu, elsewhere, *args):
     return lax.platform_dependent(*args, tpu=compiled, default=interpreted)
 
 
-def _choose(implementation, call: plan.Call, q_BTNH, k_BTKH, blocks: plan.Blocks) -> jax.Array:
+def _choose(
+    implementation, call: plan.Call, q_BTNH, k_BTKH, blocks: plan.Blocks, chunk: int | None = None
+) -> jax.Array:
     """Numbers of the chosen blocks, [B, N, J, T]; -1 where there are no more."""
     q_BTNH, k_BTKH = lax.stop_gradient((q_BTNH, k_BTKH))
     k_BKTH = jnp.swapaxes(k_BTKH, 1, 2)
@@ -192,7 +194,7 @@ def _choose(implementation, call: plan.Call, q_BTNH, k_BTKH, blocks: plan.Blocks
     return _implementation(
         implementation,
         functools.partial(tpu.choose, call),
-        functools.partial(plan.choose, call),
+        functools.partial(plan.choose, call, chunk=chunk),
         q_BTNH,
         c_BKSH,
         blocks,

@@ -191,10 +191,13 @@ def choice_chunk(batch: int, heads: int, length: int, blocks: int) -> int:
     return -(-length // chunks)
 
 
-def choose(call: Call, q_BTNH: jax.Array, c_BKSH: jax.Array, blocks: Blocks) -> jax.Array:
+def choose(
+    call: Call, q_BTNH: jax.Array, c_BKSH: jax.Array, blocks: Blocks, chunk: int | None = None
+) -> jax.Array:
     """Numbers of the best candidates of every query, best first; -1 where there are no more.
 
-    Of equal scores the lowest number wins.
+    Of equal scores the lowest number wins. How many queries choose at once may change the rounding
+    of scores, so a device with a part of the queries takes the `chunk` of all of them.
 
     Returns:
       int32 [B, N, J, T].
@@ -204,7 +207,7 @@ def choose(call: Call, q_BTNH: jax.Array, c_BKSH: jax.Array, blocks: Blocks) -> 
     G = N // K
     q_BKGTH = group_heads(q_BTNH, K)
     S = c_BKSH.shape[2]
-    chunk = choice_chunk(B, K * G, T, S)
+    chunk = choice_chunk(B, K * G, T, S) if chunk is None else chunk
     steps = -(-T // chunk)
     pad = steps * chunk - T
     q_BKGTH = jnp.pad(q_BKGTH, ((0, 0), (0, 0), (0, 0), (0, pad), (0, 0)))

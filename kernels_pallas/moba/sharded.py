@@ -177,30 +177,41 @@ def sharded_moba_attention(
 
 def _attend(axes: _Axes, implementation, call: plan.Call, q_BTNH, k_BTKH, v_BTKE, segment_ids_BT):
     B, T, N, _ = q_BTNH.shape
-    row_BTKH, ids_BT = axes.map(
-        lambda k, ids: (axes.gather(k), axes.gather(ids)),
-        (axes.tokens, axes.ids),
-        (axes.row, axes.ids_row),
-    )(lax.stop_gradient(k_BTKH), segment_ids_BT)
+    row_BTKH, ids_BT = _gather(axes, lax.stop_gradient(k_BTKH), segment_ids_BT)
     chosen_BNJT = jnp.zeros((B, N, 0, T), jnp.int32)
     if call.choices:
-        choose = axes.map(
-            functools.partial(_choose, axes, implementation, call),
-            (axes.tokens, axes.row, axes.ids_row),
-            axes.chosen,
-        )
-        chosen_BNJT = choose(lax.stop_gradient(q_BTNH), row_BTKH, ids_BT)
+        q = lax.stop_gradient(q_BTNH)
+        chosen_BNJT = _choose(axes, implementation, call, q, row_BTKH, ids_BT)
         chosen_BNJT = checkpoint_name(chosen_BNJT, "moba_chosen_blocks")
     return _attention(
         axes, implementation, call, q_BTNH, k_BTKH, v_BTKE, row_BTKH, ids_BT, chosen_BNJT
     )
 
 
-def _choose(axes: _Axes, implementation, call: plan.Call, q_BCNH, k_BTKH, ids_BT):
-    length = q_BCNH.shape[1]
-    blocks = plan.find_blocks(k_BTKH.shape[1], call.block_size, ids_BT)
-    queries = plan.of_queries(blocks, axes.offset(length), length)
-    return moba._choose(implementation, call, q_BCNH, k_BTKH, queries)
+def _gather(axes: _Axes, k_BTKH, segment_ids_BT):
+    """Keys and segment ids with whole rows on every device of the context axis."""
+
+    def gather(k_BCKH, ids_BC):
+        return axes.gather(k_BCKH), axes.gather(ids_BC)
+
+    whole = axes.map(gather, (axes.tokens, axes.ids), (axes.row, axes.ids_row))
+    return whole(k_BTKH, segment_ids_BT)
+
+
+def _choose(axes: _Axes, implementation, call: plan.Call, q_BTNH, row_BTKH, ids_BT):
+    """The choice of every query, [B, N, J, T], by the device that has it."""
+    B, T, N, _ = q_BTNH.shape
+    chunk = plan.choice_chunk(B, N, T, call.candidates)
+
+    def choose(q_BCNH, k_BTKH, ids_BT):
+        length = q_BCNH.shape[1]
+        blocks = plan.find_blocks(k_BTKH.shape[1], call.block_size, ids_BT)
+        queries = plan.of_queries(blocks, axes.offset(length), length)
+        return moba._choose(implementation, call, q_BCNH, k_BTKH, queries, chunk)
+
+    return axes.map(choose, (axes.tokens, axes.row, axes.ids_row), axes.chosen)(
+        q_BTNH, row_BTKH, ids_BT
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
