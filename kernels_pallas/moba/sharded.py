@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas import moba
@@ -34,7 +34,7 @@ class _Axes:
       stats, chosen: of [B, N, C] and [B, N, J, C].
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     batch: tuple[str, ...]
     head: str | None
     context: str | None
@@ -131,7 +131,7 @@ def sharded_moba_attention(
     key: jax.Array,
     value: jax.Array,
     *,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     batch_axes: str | Sequence[str] | None = ("data", "fsdp"),
     head_axis: str | None = "tensor",
     context_axis: str | None = "context",
@@ -246,6 +246,8 @@ def _forward(axes, implementation, call, q_BTNH, k_BTKH, v_BTKE, row_BTKH, ids_B
 
 def _backward(axes, implementation, call, saved, do_BTNE):
     def gradients(q_BCNH, k_BCKH, v_BCKE, ids_BT, chosen_BNJC, o, top, inverse, do_BCNE):
+        # Or the compiler sees that these were gathered before, and keeps them until now.
+        k_BCKH, v_BCKE, do_BCNE = lax.optimization_barrier((k_BCKH, v_BCKE, do_BCNE))
         k_BTKH, v_BTKE = axes.gather(k_BCKH), axes.gather(v_BCKE)
         dq, dk, dv = moba._implementation(
             implementation,
