@@ -80,11 +80,17 @@ class _Axes:
             return x
         return lax.all_gather(x, self.context, axis=1, tiled=True)
 
-    def scatter(self, x):
-        """The sum of [B, T, ...] over devices, of which each keeps its tokens."""
+    def scatter(self, x_BTKH):
+        """The sum of [B, T, K, H] over devices, of which each keeps its tokens."""
         if self.context is None:
-            return x
-        return lax.psum_scatter(x, self.context, scatter_dimension=1, tiled=True)
+            return x_BTKH
+        B, T, K, H = x_BTKH.shape
+        parts = self.mesh.shape[self.context]
+        x_BPCKH = x_BTKH.reshape(B, parts, T // parts, K, H)
+        # Rows cut along their first axis: a TPU sums others in full and sends all to every device.
+        x_RH = jnp.transpose(x_BPCKH, (1, 0, 3, 2, 4)).reshape(-1, H)
+        x_RH = lax.psum_scatter(x_RH, self.context, scatter_dimension=0, tiled=True)
+        return jnp.swapaxes(x_RH.reshape(B, K, T // parts, H), 1, 2)
 
     def offset(self, length: int):
         """The first of the device's `length` tokens."""
