@@ -13,7 +13,7 @@ from kernels_pallas.moba.sharded import sharded_moba_attention
 PARTS = [
     ("all axes", "documents", "dense", "long dense", "no context"),
     ("blocks across devices", "blocks longer than a chunk", "own block", "everything", "kernels",
-     "choice"),
+     "long blocks", "choice"),
 ]  # fmt: skip
 
 
