@@ -10,6 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from kernels_pallas.moba import plan, reference, tpu, xla
+from kernels_pallas.moba.xla_layout import layout_flops, make_layout
 from kernels_pallas.platform import Kernel, by_platform, call_kernel
 
 # Implementations that are kernels: their platform and module.
@@ -406,5 +407,5 @@ def dot_flops(
     call = plan.make_call(
         length, block_size, top_k, not segments, sinks=sink_blocks, window=window_blocks
     )
-    forward, backward = xla.layout_flops(xla.make_layout(call, **sizes), **sizes)
+    forward, backward = layout_flops(make_layout(call, **sizes), **sizes)
     return forward, forward + backward

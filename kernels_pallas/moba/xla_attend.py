@@ -1,0 +1,86 @@
+"""Attention of some queries to some keys in plain XLA, and its gradients.
+
+Axes: Q queries, L keys, H head width, E value width.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+def accumulator(dtype) -> jnp.dtype:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def dot(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    dtype = jnp.promote_types(x.dtype, y.dtype)
+    return jnp.einsum(
+        spec, x.astype(dtype), y.astype(dtype), preferred_element_type=accumulator(dtype)
+    )
+
+
+def scores(q, k, factor, soft_cap):
+    """Scores [..., Q, L] in float32, and their derivative in the product of q and k."""
+    s = dot("...qh,...lh->...ql", q, k)
+    if factor != 1:
+        s = s * factor
+    slope = factor
+    if soft_cap is not None:
+        tanh = jnp.tanh(s / soft_cap)
+        s, slope = soft_cap * tanh, factor * (1 - tanh * tanh)
+    return s, slope
+
+
+class Part(NamedTuple):
+    """Attention over some of the keys.
+
+    The maximum and the sum stay apart: at scores of 1e4 their log-sum-exp in float32 would round
+    away 1e-3 of every probability.
+
+    Attributes:
+      o: sum of exp(score - top) times value, [..., Q, E].
+      top: largest score, [..., Q]; the lowest finite number where all is masked.
+      total: sum of exp(score - top).
+    """
+
+    o: jax.Array
+    top: jax.Array
+    total: jax.Array
+
+
+def attend(q, k, v, mask, factor, soft_cap) -> Part:
+    s, _ = scores(q, k, factor, soft_cap)
+    if mask is not None:
+        s = jnp.where(mask, s, -jnp.inf)
+    top = jnp.maximum(jnp.max(s, axis=-1, keepdims=True), jnp.finfo(s.dtype).min)
+    p = jnp.exp(s - top)
+    return Part(dot("...ql,...le->...qe", p.astype(v.dtype), v), top[..., 0], jnp.sum(p, -1))
+
+
+class Rows(NamedTuple):
+    """What the backward pass needs of each query, over all keys that it attended.
+
+    Attributes:
+      top: largest score.
+      inverse: 1 / sum of exp(score - top).
+      do: gradient of the output.
+      delta: inner product of `do` and the output.
+    """
+
+    top: jax.Array
+    inverse: jax.Array
+    do: jax.Array
+    delta: jax.Array
+
+
+def attend_gradients(q, k, v, mask, rows: Rows, factor, soft_cap):
+    """Gradients of q, k and v from these keys."""
+    s, slope = scores(q, k, factor, soft_cap)
+    if mask is not None:
+        s = jnp.where(mask, s, -jnp.inf)
+    p = jnp.exp(s - rows.top[..., None]) * rows.inverse[..., None]
+    dv = dot("...ql,...qe->...le", p.astype(rows.do.dtype), rows.do)
+    dp = dot("...qe,...le->...ql", rows.do, v)
+    ds = (p * (dp - rows.delta[..., None]) * slope).astype(q.dtype)
+    return dot("...ql,...lh->...qh", ds, k), dot("...ql,...qh->...lh", ds, q), dv
