@@ -10,8 +10,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from kernels_pallas.moba import plan, reference, tpu, xla
+from kernels_pallas.platform import Kernel, by_platform, call_kernel
 
-IMPLEMENTATIONS = ("reference", "xla", "pallas_tpu")
+# Implementations that are kernels: their platform and module.
+_KERNELS = {"pallas_tpu": ("tpu", tpu)}
+IMPLEMENTATIONS = ("reference", "xla", *_KERNELS)
 _PALLAS_DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -25,6 +28,21 @@ def _check_blocks(block_size: int, top_k: int) -> None:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
     if top_k < 1:
         raise ValueError(f"top_k counts a query's own block, so it must be at least 1, got {top_k}")
+
+
+def _check_fixed(top_k: int, sink_blocks: int, window_blocks: int) -> None:
+    for name, value in (("sink_blocks", sink_blocks), ("window_blocks", window_blocks)):
+        try:
+            negative = operator.index(value) < 0
+        except TypeError:
+            negative = True
+        if negative:
+            raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+    if sink_blocks + window_blocks > top_k - 1:
+        raise ValueError(
+            f"sink_blocks {sink_blocks} + window_blocks {window_blocks} are more than the "
+            f"{top_k - 1} blocks that top_k {top_k} leaves beside a query's own"
+        )
 
 
 def _check_numbers(scale: float, soft_cap: float | None) -> None:
@@ -82,6 +100,8 @@ def moba_attention(
     scale: float | None = None,
     segment_ids: jax.Array | None = None,
     soft_cap: float | None = None,
+    sink_blocks: int = 0,
+    window_blocks: int = 0,
     implementation: str | None = None,
 ) -> jax.Array:
     """Causal attention to a query's own block of keys and to its best few earlier blocks.
@@ -109,14 +129,22 @@ def moba_attention(
         selected and yields zeros, whatever its query, key and value hold.
       soft_cap: scores of attention become soft_cap * tanh(scores / soft_cap), after scale; a
         number.
+      sink_blocks: of the top_k - 1 chosen blocks, so many are the first of the query's document,
+        whatever their scores.
+      window_blocks: so many are the last before the query's own. With sink_blocks +
+        window_blocks = top_k - 1 nothing is scored: attention to a sliding window of blocks, with
+        sinks (the paper's section 2.2 has both as fixed gates).
       implementation: "xla"; "pallas_tpu", interpreted where there is no TPU; "reference", a dense
-        mask for tests, with memory for T x T; None: "xla".
+        mask for tests, with memory for T x T; None: the kernels of the platform that the code is
+        lowered for where it has some, in float32 and bfloat16, and "xla" elsewhere and where the
+        compiler cuts the program over devices by itself.
 
     Returns:
       [B, T, N, Hv] in query's dtype. Softmax and sums are in float32 at least.
 
     Raises:
-      ValueError: block_size or top_k below 1 or no integer, scale or soft_cap not finite, soft_cap
+      ValueError: block_size or top_k below 1 or no integer, more sink_blocks and window_blocks
+        than top_k leaves, scale or soft_cap not finite, soft_cap
         not positive, shapes that disagree or are empty, an unknown implementation, or a dtype that
         it does not take.
 
@@ -125,7 +153,17 @@ def moba_attention(
       Eq. 2 to 8 and Algorithm 1.
     """
     call, q_BTNH, k_BTKH, v_BTKE = _prepare(
-        query, key, value, block_size, top_k, scale, segment_ids, soft_cap, implementation
+        query,
+        key,
+        value,
+        block_size=block_size,
+        top_k=top_k,
+        scale=scale,
+        segment_ids=segment_ids,
+        soft_cap=soft_cap,
+        sink_blocks=sink_blocks,
+        window_blocks=window_blocks,
+        implementation=implementation,
     )
     if implementation == "reference":
         out = reference.attention(
@@ -137,6 +175,8 @@ def moba_attention(
             scale=call.scale,
             segment_ids_BT=segment_ids,
             soft_cap=soft_cap,
+            sinks=sink_blocks,
+            window=window_blocks,
         )
     else:
         out = _attend(implementation, call, q_BTNH, k_BTKH, v_BTKE, segment_ids)
@@ -144,10 +184,22 @@ def moba_attention(
 
 
 def _prepare(
-    query, key, value, block_size, top_k, scale, segment_ids, soft_cap, implementation
+    query,
+    key,
+    value,
+    *,
+    block_size,
+    top_k,
+    scale,
+    segment_ids,
+    soft_cap,
+    sink_blocks,
+    window_blocks,
+    implementation,
 ) -> tuple[plan.Call, jax.Array, jax.Array, jax.Array]:
     """Checks all arguments; the call, and its arrays of one dtype without what padding holds."""
     _check_blocks(block_size, top_k)
+    _check_fixed(top_k, sink_blocks, window_blocks)
     _check_shapes(query, key, value, segment_ids)
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
@@ -156,12 +208,19 @@ def _prepare(
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     _check_numbers(scale, soft_cap)
     dtype = jnp.result_type(query, key, value)
-    if implementation == "pallas_tpu" and dtype not in _PALLAS_DTYPES:
-        raise ValueError(f"pallas_tpu takes float32 and bfloat16, got {dtype}")
+    if implementation in _KERNELS and dtype not in _PALLAS_DTYPES:
+        raise ValueError(f"{implementation} takes float32 and bfloat16, got {dtype}")
     # Blocks longer than the row, and more of them than tokens, are no different from these.
     T = query.shape[1]
     call = plan.make_call(
-        T, min(block_size, T), min(top_k, T), segment_ids is None, scale, soft_cap
+        T,
+        min(block_size, T),
+        min(top_k, T),
+        segment_ids is None,
+        scale,
+        soft_cap,
+        sinks=sink_blocks,
+        window=window_blocks,
     )
     return call, *(_without_padding(x, segment_ids).astype(dtype) for x in (query, key, value))
 
@@ -178,29 +237,36 @@ def _attend(implementation, call: plan.Call, q_BTNH, k_BTKH, v_BTKE, segment_ids
     return _attention(implementation, call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks)
 
 
-def _implementation(implementation, on_tpu, elsewhere, *args):
-    """Calls what the implementation asks for; TPU kernels are interpreted where there is no TPU."""
-    if implementation != "pallas_tpu":
-        return elsewhere(*args)
-    compiled, interpreted = (functools.partial(on_tpu, interpret=i) for i in (False, True))
-    return lax.platform_dependent(*args, tpu=compiled, default=interpreted)
+def _run(implementation, name: str, call: plan.Call, out_shapes, *args):
+    """What the implementation's function `name` makes of the arguments."""
+    in_xla = functools.partial(getattr(plan if name == "choose" else xla, name), call)
+    if implementation == "xla" or args[0].dtype not in _PALLAS_DTYPES:
+        return in_xla(*args)
+    if implementation is None:
+        kernels = {
+            platform: Kernel(getattr(module, name), call) for platform, module in _KERNELS.values()
+        }
+        return by_platform(kernels, in_xla, out_shapes, *args)
+    platform, module = _KERNELS[implementation]
+    compiled, interpreted = (
+        functools.partial(
+            call_kernel, Kernel(getattr(module, name), call, interpret), None, out_shapes
+        )
+        for interpret in (False, True)
+    )
+    return lax.platform_dependent(*args, default=interpreted, **{platform: compiled})
 
 
-def _choose(
-    implementation, call: plan.Call, q_BTNH, k_BTKH, blocks: plan.Blocks, chunk: int | None = None
-) -> jax.Array:
+def _choose(implementation, call: plan.Call, q_BTNH, k_BTKH, blocks: plan.Blocks) -> jax.Array:
     """Numbers of the chosen blocks, [B, N, J, T]; -1 where there are no more."""
+    if call.fixed:
+        return plan.fixed_choice(call, q_BTNH.shape[0], q_BTNH.shape[2], blocks)
     q_BTNH, k_BTKH = lax.stop_gradient((q_BTNH, k_BTKH))
     k_BKTH = jnp.swapaxes(k_BTKH, 1, 2)
     c_BKSH = plan.centroids(plan.cut_blocks(k_BKTH, blocks, call.block_size, call.aligned))
-    return _implementation(
-        implementation,
-        functools.partial(tpu.choose, call),
-        functools.partial(plan.choose, call, chunk=chunk),
-        q_BTNH,
-        c_BKSH,
-        blocks,
-    )
+    B, T, N, _ = q_BTNH.shape
+    chosen = jax.ShapeDtypeStruct((B, N, call.choices, T), jnp.int32)
+    return _run(implementation, "choose", call, chosen, q_BTNH, c_BKSH, blocks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -209,24 +275,32 @@ def _attention(implementation, call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks
 
 
 def _forward(implementation, call, *inputs):
-    o, top, inverse = _implementation(
-        implementation,
-        functools.partial(tpu.forward, call),
-        functools.partial(xla.forward, call),
-        *inputs,
-    )
+    o, top, inverse = _run_forward(implementation, call, *inputs)
     return o, (*inputs, o, top, inverse)
 
 
+def _run_forward(implementation, call, q_BTNH, k_BTKH, v_BTKE, *rest):
+    """What `xla.forward` returns."""
+    B, T, N, _ = q_BTNH.shape
+    stat = jax.ShapeDtypeStruct((B, N, T), jnp.promote_types(q_BTNH.dtype, jnp.float32))
+    out = jax.ShapeDtypeStruct((B, T, N, v_BTKE.shape[3]), q_BTNH.dtype)
+    return _run(implementation, "forward", call, (out, stat, stat), q_BTNH, k_BTKH, v_BTKE, *rest)
+
+
 def _backward(implementation, call, saved, do_BTNE):
-    dq, dk, dv = _implementation(
-        implementation,
-        functools.partial(tpu.backward, call),
-        functools.partial(xla.backward, call),
-        *saved,
-        do_BTNE,
+    _, k, v, *_ = saved
+    dq, dk, dv = _run_backward(implementation, call, *saved, do_BTNE)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None
+
+
+def _run_backward(implementation, call, q_BTNH, k_BTKH, v_BTKE, *rest):
+    """What `xla.backward` returns."""
+    dq = jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype)
+    dk, dv = (
+        jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+        for x in (k_BTKH, v_BTKE)
     )
-    return dq, dk.astype(saved[1].dtype), dv.astype(saved[2].dtype), None, None
+    return _run(implementation, "backward", call, (dq, dk, dv), q_BTNH, k_BTKH, v_BTKE, *rest)
 
 
 _attention.defvjp(_forward, _backward)
@@ -239,6 +313,8 @@ def choose_blocks(
     block_size: int,
     top_k: int,
     segment_ids: jax.Array | None = None,
+    sink_blocks: int = 0,
+    window_blocks: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """The earlier blocks that `moba_attention` attends to, for pictures and statistics.
 
@@ -253,11 +329,20 @@ def choose_blocks(
       ValueError: block_size or top_k below 1, or shapes that disagree.
     """
     _check_blocks(block_size, top_k)
+    _check_fixed(top_k, sink_blocks, window_blocks)
     _check_shapes(query, key, key, segment_ids)
     B, T, N, _ = query.shape
     J = top_k - 1
     block_size, top_k = min(block_size, T), min(top_k, T)
-    call = plan.make_call(T, block_size, top_k, segment_ids is None, path="grouped")
+    call = plan.make_call(
+        T,
+        block_size,
+        top_k,
+        segment_ids is None,
+        path="grouped",
+        sinks=sink_blocks,
+        window=window_blocks,
+    )
     if call.choices == 0:
         return jnp.zeros((B, T, N, J), jnp.int32), jnp.zeros((B, T, N, J), bool)
     query, key = (_without_padding(x, segment_ids) for x in (query, key))
@@ -282,6 +367,8 @@ def dot_flops(
     value_width: int | None = None,
     block_size: int,
     top_k: int,
+    sink_blocks: int = 0,
+    window_blocks: int = 0,
     segments: bool = False,
 ) -> tuple[int, int]:
     """FLOPs of the matrix products that implementation "xla" executes, 2 M N K each.
@@ -291,7 +378,7 @@ def dot_flops(
     Args:
       batch, length, heads, kv_heads, head_width, value_width: B, T, N, K, H and Hv of
         `moba_attention`; value_width None: head_width.
-      block_size, top_k: as for `moba_attention`.
+      block_size, top_k, sink_blocks, window_blocks: as for `moba_attention`.
       segments: whether segment_ids are given.
 
     Returns:
@@ -301,6 +388,7 @@ def dot_flops(
       ValueError: sizes that are not positive, or kv_heads that do not divide heads.
     """
     _check_blocks(block_size, top_k)
+    _check_fixed(top_k, sink_blocks, window_blocks)
     value_width = head_width if value_width is None else value_width
     shape = (batch, length, heads, kv_heads, head_width, value_width)
     if min(shape) < 1 or heads % kv_heads:
@@ -317,6 +405,8 @@ def dot_flops(
         "key_width": head_width,
         "value_width": value_width,
     }
-    call = plan.make_call(length, block_size, top_k, not segments)
+    call = plan.make_call(
+        length, block_size, top_k, not segments, sinks=sink_blocks, window=window_blocks
+    )
     forward, backward = xla.layout_flops(xla.make_layout(call, **sizes), **sizes)
     return forward, forward + backward

@@ -32,6 +32,10 @@ class Call:
       scale: multiplies the scores of attention.
       soft_cap: of the scores of attention.
       path: of implementation "xla"; None: the cheaper.
+      sinks, window: of the choices, so many are a document's first blocks, and the last blocks
+        before the query's own, whatever their scores.
+      chunk: of queries that choose at once on implementation "xla"; None: by their number. It may
+        change the rounding of scores, so a device with a part of the queries takes that of all.
     """
 
     block_size: int
@@ -42,15 +46,35 @@ class Call:
     scale: float
     soft_cap: float | None
     path: Literal["dense", "grouped"] | None = None
+    sinks: int = 0
+    window: int = 0
+    chunk: int | None = None
+
+    @property
+    def fixed(self) -> bool:
+        """Whether no choice depends on a score."""
+        return self.sinks + self.window == self.choices
 
 
-def make_call(length, block_size, top_k, aligned, scale=1.0, soft_cap=None, path=None) -> Call:
+def make_call(
+    length, block_size, top_k, aligned, scale=1.0, soft_cap=None, path=None, sinks=0, window=0
+) -> Call:
     """The static part of a call of `moba_attention` with checked arguments."""
     candidates = num_candidates(length, block_size)
     everything = top_k - 1 >= candidates
     choices = 0 if everything and path != "grouped" else min(top_k - 1, candidates)
+    sinks = min(sinks, choices)
     return Call(
-        block_size, candidates, choices, everything and not choices, aligned, scale, soft_cap, path
+        block_size,
+        candidates,
+        choices,
+        everything and not choices,
+        aligned,
+        scale,
+        soft_cap,
+        path,
+        sinks,
+        min(window, choices - sinks),
     )
 
 
@@ -184,6 +208,23 @@ def gate_scores(c_BKSH: jax.Array, q_BKGTH: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(score), -limit, jnp.clip(score, -limit, limit))
 
 
+def forced(call: Call, number, first, end):
+    """Whether a candidate is chosen whatever its score; first <= number < end holds."""
+    return (number < first + call.sinks) | (number >= end - call.window)
+
+
+def fixed_choice(call: Call, batch: int, heads: int, blocks: Blocks) -> jax.Array:
+    """What `choose` returns where no choice depends on a score, int32 [B, N, J, T]."""
+    first_BJT, end_BJT = blocks.first_BT[:, None], blocks.end_BT[:, None]
+    j_J1 = jnp.arange(call.choices, dtype=jnp.int32)[:, None]
+    # The last ones, unless they are the sinks or there are too few.
+    late_BJT = jnp.maximum(end_BJT - call.choices, first_BJT) + j_J1
+    number_BJT = jnp.where(j_J1 < call.sinks, first_BJT + j_J1, late_BJT)
+    number_BJT = jnp.where(number_BJT < end_BJT, number_BJT, -1)
+    _, J, T = number_BJT.shape
+    return jnp.broadcast_to(number_BJT[:, None], (batch, heads, J, T))
+
+
 def choice_chunk(batch: int, heads: int, length: int, blocks: int) -> int:
     """Queries that choose at once."""
     chunk = max(_MIN_CHUNK, _CHOICE_ELEMENTS // (batch * heads * blocks))
@@ -191,13 +232,10 @@ def choice_chunk(batch: int, heads: int, length: int, blocks: int) -> int:
     return -(-length // chunks)
 
 
-def choose(
-    call: Call, q_BTNH: jax.Array, c_BKSH: jax.Array, blocks: Blocks, chunk: int | None = None
-) -> jax.Array:
+def choose(call: Call, q_BTNH: jax.Array, c_BKSH: jax.Array, blocks: Blocks) -> jax.Array:
     """Numbers of the best candidates of every query, best first; -1 where there are no more.
 
-    Of equal scores the lowest number wins. How many queries choose at once may change the rounding
-    of scores, so a device with a part of the queries takes the `chunk` of all of them.
+    Of equal scores the lowest number wins.
 
     Returns:
       int32 [B, N, J, T].
@@ -207,7 +245,7 @@ def choose(
     G = N // K
     q_BKGTH = group_heads(q_BTNH, K)
     S = c_BKSH.shape[2]
-    chunk = choice_chunk(B, K * G, T, S) if chunk is None else chunk
+    chunk = choice_chunk(B, K * G, T, S) if call.chunk is None else call.chunk
     steps = -(-T // chunk)
     pad = steps * chunk - T
     q_BKGTH = jnp.pad(q_BKGTH, ((0, 0), (0, 0), (0, 0), (0, pad), (0, 0)))
@@ -229,6 +267,10 @@ def choose(
             rest = jnp.where(number_S == index, -jnp.inf, score_BKSGT)
             return rest, jnp.where(top == -jnp.inf, -1, index)[:, :, 0]
 
+        if call.sinks or call.window:
+            score_BKSGT = jnp.where(
+                forced(call, number_S, first_BT_, end_BT_), jnp.inf, score_BKSGT
+            )
         score_BKSGT = jnp.where(allowed, score_BKSGT, -jnp.inf)
         return lax.scan(best, score_BKSGT, length=call.choices)[1]
 

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas import moba
-from kernels_pallas.moba import plan, tpu, xla
+from kernels_pallas.moba import plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +146,8 @@ def sharded_moba_attention(
     scale: float | None = None,
     segment_ids: jax.Array | None = None,
     soft_cap: float | None = None,
+    sink_blocks: int = 0,
+    window_blocks: int = 0,
     implementation: str | None = None,
 ) -> jax.Array:
     """`moba_attention` with each device of a mesh computing its own part of the result.
@@ -172,7 +174,17 @@ def sharded_moba_attention(
         sizes that the axes do not divide.
     """
     call, q_BTNH, k_BTKH, v_BTKE = moba._prepare(
-        query, key, value, block_size, top_k, scale, segment_ids, soft_cap, implementation
+        query,
+        key,
+        value,
+        block_size=block_size,
+        top_k=top_k,
+        scale=scale,
+        segment_ids=segment_ids,
+        soft_cap=soft_cap,
+        sink_blocks=sink_blocks,
+        window_blocks=window_blocks,
+        implementation=implementation,
     )
     if implementation == "reference":
         raise ValueError("implementation 'reference' has no sharded form")
@@ -207,13 +219,13 @@ def _gather(axes: _Axes, k_BTKH, segment_ids_BT):
 def _choose(axes: _Axes, implementation, call: plan.Call, q_BTNH, row_BTKH, ids_BT):
     """The choice of every query, [B, N, J, T], by the device that has it."""
     B, T, N, _ = q_BTNH.shape
-    chunk = plan.choice_chunk(B, N, T, call.candidates)
+    call = dataclasses.replace(call, chunk=plan.choice_chunk(B, N, T, call.candidates))
 
     def choose(q_BCNH, k_BTKH, ids_BT):
         length = q_BCNH.shape[1]
         blocks = plan.find_blocks(k_BTKH.shape[1], call.block_size, ids_BT)
         queries = plan.of_queries(blocks, axes.offset(length), length)
-        return moba._choose(implementation, call, q_BCNH, k_BTKH, queries, chunk)
+        return moba._choose(implementation, call, q_BCNH, k_BTKH, queries)
 
     return axes.map(choose, (axes.tokens, axes.row, axes.ids_row), axes.chosen)(
         q_BTNH, row_BTKH, ids_BT
@@ -230,10 +242,9 @@ def _attention(axes, implementation, call, q_BTNH, k_BTKH, v_BTKE, row_BTKH, ids
 
 def _forward(axes, implementation, call, q_BTNH, k_BTKH, v_BTKE, row_BTKH, ids_BT, chosen_BNJT):
     def attend(q_BCNH, k_BTKH, v_BCKE, ids_BT, chosen_BNJC):
-        return moba._implementation(
+        return moba._run_forward(
             implementation,
-            functools.partial(tpu.forward, call),
-            functools.partial(xla.forward, call),
+            call,
             q_BCNH,
             k_BTKH,
             axes.gather(v_BCKE),
@@ -255,10 +266,9 @@ def _backward(axes, implementation, call, saved, do_BTNE):
         # Or the compiler sees that these were gathered before, and keeps them until now.
         k_BCKH, v_BCKE, do_BCNE = lax.optimization_barrier((k_BCKH, v_BCKE, do_BCNE))
         k_BTKH, v_BTKE = axes.gather(k_BCKH), axes.gather(v_BCKE)
-        dq, dk, dv = moba._implementation(
+        dq, dk, dv = moba._run_backward(
             implementation,
-            functools.partial(tpu.backward, call),
-            functools.partial(xla.backward, call),
+            call,
             q_BCNH,
             k_BTKH,
             v_BTKE,

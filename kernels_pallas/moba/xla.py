@@ -74,6 +74,7 @@ class Layout:
       everything: whether all candidates are attended, without a choice.
       candidates: S.
       choices: blocks to choose a query.
+      scored: whether the choice needs scores.
       windows: they cover the queries together.
       tile, step_tiles, steps: the grouped path takes steps * step_tiles tiles of `tile` rows.
     """
@@ -84,6 +85,7 @@ class Layout:
     everything: bool
     candidates: int
     choices: int
+    scored: bool
     windows: tuple[Windows, ...]
     tile: int = 0
     step_tiles: int = 0
@@ -137,9 +139,10 @@ def make_layout(
 ) -> Layout:
     """The layout of a call from its static shapes; queries: tokens of a chunk of the row."""
     M, S, J = call.block_size, call.candidates, call.choices
+    scored = not call.fixed
     queries = length if queries is None else queries
     windows = _dense_windows(queries, front=length - queries)
-    dense = Layout(M, call.aligned, True, call.everything, S, J, windows)
+    dense = Layout(M, call.aligned, True, call.everything, S, J, scored, windows)
     pairs = groups * plan.max_chunk_pairs(length, queries, M, J)
     tile = 8
     while 2 * tile <= _product_rows(M) and 8 * tile * length <= M * J * groups * queries:
@@ -154,6 +157,7 @@ def make_layout(
         False,
         S,
         J,
+        scored,
         # A chunk of whole blocks begins where a block does.
         _own_windows(queries, M, call.aligned and (queries == length or queries % M == 0)),
         tile,
@@ -184,7 +188,7 @@ def layout_flops(
     """
     heads, S = kv_heads * groups, layout.candidates
     choice = 0
-    if layout.choices:
+    if layout.scored:
         chunk = plan.choice_chunk(batch, heads, length, S)
         choice = -(-length // chunk) * chunk * batch * heads * S * key_width
     window = sum(w.products() for w in layout.windows) * batch * heads
