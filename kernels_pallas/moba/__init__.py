@@ -115,6 +115,8 @@ def moba_attention(
     Under `jax.checkpoint` the policy `jax.checkpoint_policies.save_only_these_names(
     "moba_chosen_blocks")` keeps the choice, so that it is not made again.
 
+    `kernels_pallas.moba.sharded` has it for several devices.
+
     Args:
       query: [B, T, N, H], float.
       key: [B, T, K, H], where K divides N: query head n uses key head n // (N / K).

@@ -2,7 +2,7 @@
 
 from modo.ops.attention import causal_attention
 from modo.ops.losses import cross_entropy
-from modo.ops.moba import moba_attention
+from modo.ops.moba import moba_attention, sharded_moba_attention
 from modo.ops.routing import Route, combine, dispatch, route_top_k, route_where
 from modo.ops.segments import document_runs
 
@@ -16,4 +16,5 @@ __all__ = [
     "moba_attention",
     "route_top_k",
     "route_where",
+    "sharded_moba_attention",
 ]

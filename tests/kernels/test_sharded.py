@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh
 
-from kernels_pallas.moba.sharded import sharded_moba_attention
+from kernels_pallas.moba import sharded
+from modo.ops import sharded_moba_attention
 
 # Parts of about the same time; tests/kernels/mesh.py has the cases by name.
 PARTS = [
@@ -31,6 +32,10 @@ def test_every_case_is_run():
 
     names = [name for part in PARTS for name in part]
     assert sorted(names) == sorted([*mesh.CASES, "choice"])
+
+
+def test_public_name():
+    assert sharded_moba_attention is sharded.sharded_moba_attention
 
 
 @pytest.mark.quick
