@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.moba import plan
-from kernels_pallas.moba.xla_attend import Part, Rows
+from kernels_pallas.moba.xla_attend import Part, Rows, merge
 from kernels_pallas.moba.xla_layout import Layout, make_layout
 from kernels_pallas.moba.xla_tiles import chosen_backward, chosen_forward, dispatch, take
 from kernels_pallas.moba.xla_windows import window_backward, window_forward, window_mask
@@ -47,15 +47,15 @@ def _layout_of(call: plan.Call, q_BKGTH, v_BKTE) -> Layout:
 
 
 def _cut(call: plan.Call, blocks: plan.Blocks, x_BKTH):
-    """The candidate blocks of all heads, [B * K * S, M, H]."""
+    """The candidate blocks of all heads, [B, K * S, M, H]."""
     x_BKSMH = plan.cut_blocks(x_BKTH, blocks, call.block_size, call.aligned)
-    return x_BKSMH.reshape(-1, *x_BKSMH.shape[3:])
+    return x_BKSMH.reshape(x_BKSMH.shape[0], -1, *x_BKSMH.shape[3:])
 
 
-def _paste(call: plan.Call, blocks: plan.Blocks, x_SMH, like_BKTH):
+def _paste(call: plan.Call, blocks: plan.Blocks, x_BSMH, like_BKTH):
     """The transpose of `_cut`."""
     B, K, T, _ = like_BKTH.shape
-    x_BKSMH = x_SMH.reshape(B, K, -1, *x_SMH.shape[1:])
+    x_BKSMH = x_BSMH.reshape(B, K, -1, *x_BSMH.shape[2:])
     return plan.paste_blocks(x_BKSMH, blocks, T, call.aligned)
 
 
@@ -89,28 +89,25 @@ def forward(call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks: plan.B
     multiplier, factor = _split_scale(call.scale, dtype)
     q_BKGTH, k_BKTH = plan.bounded(q_BKGTH * multiplier), plan.bounded(k_BKTH)
     mask = window_mask(layout, blocks, chosen_BKJGT)
-    parts = [
-        window_forward(w, q_BKGTH, k_BKTH, v_BKTE, mask, factor, call.soft_cap, offset)
-        for w in layout.windows
-    ]
-    part = jax.tree.map(lambda *x: jnp.concatenate(x, axis=3)[:, :, :, :T], *parts)
+    part = window_forward(
+        layout.windows, q_BKGTH, k_BKTH, v_BKTE, mask, factor, call.soft_cap, offset
+    )
     if not layout.dense and layout.choices:
         tiles, pairs = dispatch(call, layout, chosen_BKJGT)
-        k_SMH, v_SME = (_cut(call, blocks, x) for x in (k_BKTH, v_BKTE))
+        k_BSMH, v_BSME = (_cut(call, blocks, x) for x in (k_BKTH, v_BKTE))
         chosen = chosen_forward(
-            layout, tiles, q_BKGTH.reshape(-1, H), k_SMH, v_SME, factor, call.soft_cap
+            layout, tiles, q_BKGTH.reshape(B, -1, H), k_BSMH, v_BSME, factor, call.soft_cap
         )
 
-        def merge(part, pair):
+        def add(part, pair):
             slot_BKGT, valid_BKGT = pair
             other = jax.tree.map(lambda x: take(x, slot_BKGT), chosen)
-            top = jnp.maximum(part.top, jnp.where(valid_BKGT, other.top, -jnp.inf))
-            mine = jnp.exp(part.top - top)
-            its = jnp.where(valid_BKGT, jnp.exp(other.top - top), 0)
-            o = mine[..., None] * part.o + its[..., None] * other.o
-            return Part(o, top, mine * part.total + its * other.total), None
+            # Not a product with 0: what another query attended to may be infinite.
+            o = jnp.where(valid_BKGT[..., None], other.o, 0)
+            top = jnp.where(valid_BKGT, other.top, -jnp.inf)
+            return merge(part, Part(o, top, other.total)), None
 
-        part = lax.scan(merge, part, pairs)[0]
+        part = lax.scan(add, part, pairs)[0]
     inverse_BKGT = 1 / jnp.maximum(part.total, jnp.finfo(part.total.dtype).tiny)
     o_BTNE = _ungroup_heads((part.o * inverse_BKGT[..., None]).astype(dtype))
     return o_BTNE, *(x.reshape(B, K * G, T) for x in (part.top, inverse_BKGT))
@@ -138,24 +135,18 @@ def backward(
     delta_BKGT = jnp.sum(do_BKGTE * o, axis=-1)
     rows = Rows(top, inverse, do_BKGTE.astype(v_BKTE.dtype), delta_BKGT)
     mask = window_mask(layout, blocks, chosen_BKJGT)
-    dq, dk, dv = [], 0, 0
-    for w in layout.windows:
-        part = window_backward(
-            w, q_BKGTH, k_BKTH, v_BKTE, mask, rows, factor, call.soft_cap, offset
-        )
-        dq.append(part[0])
-        dk, dv = dk + part[1], dv + part[2]
-    dq = jnp.concatenate(dq, axis=3)[:, :, :, :T]
-
+    dq, dk, dv = window_backward(
+        layout.windows, q_BKGTH, k_BKTH, v_BKTE, mask, rows, factor, call.soft_cap, offset
+    )
     if not layout.dense and layout.choices:
         tiles, pairs = dispatch(call, layout, chosen_BKJGT)
-        k_SMH, v_SME = (_cut(call, blocks, x) for x in (k_BKTH, v_BKTE))
-        rows = Rows(*(x.reshape(-1, *x.shape[4:]) for x in rows))
-        part, dk_SMH, dv_SME = chosen_backward(
-            layout, tiles, q_BKGTH.reshape(-1, H), k_SMH, v_SME, rows, factor, call.soft_cap
+        k_BSMH, v_BSME = (_cut(call, blocks, x) for x in (k_BKTH, v_BKTE))
+        rows = Rows(*(x.reshape(B, -1, *x.shape[4:]) for x in rows))
+        part, dk_BSMH, dv_BSME = chosen_backward(
+            layout, tiles, q_BKGTH.reshape(B, -1, H), k_BSMH, v_BSME, rows, factor, call.soft_cap
         )
-        dk = dk + _paste(call, blocks, dk_SMH, k_BKTH)
-        dv = dv + _paste(call, blocks, dv_SME, v_BKTE)
+        dk = dk + _paste(call, blocks, dk_BSMH, k_BKTH)
+        dv = dv + _paste(call, blocks, dv_BSME, v_BKTE)
 
         def add(dq, pair):
             slot_BKGT, valid_BKGT = pair

@@ -58,6 +58,22 @@ def attend(q, k, v, mask, factor, soft_cap) -> Part:
     return Part(dot("...ql,...le->...qe", p.astype(v.dtype), v), top[..., 0], jnp.sum(p, -1))
 
 
+def no_part(shape: tuple[int, ...], width: int, dtype) -> Part:
+    """Attention of queries of this shape to no keys."""
+    return Part(
+        jnp.zeros((*shape, width), dtype),
+        jnp.full(shape, jnp.finfo(dtype).min, dtype),
+        jnp.zeros(shape, dtype),
+    )
+
+
+def merge(a: Part, b: Part) -> Part:
+    """Attention over the keys of both."""
+    top = jnp.maximum(a.top, b.top)
+    x, y = jnp.exp(a.top - top), jnp.exp(b.top - top)
+    return Part(x[..., None] * a.o + y[..., None] * b.o, top, x * a.total + y * b.total)
+
+
 class Rows(NamedTuple):
     """What the backward pass needs of each query, over all keys that it attended.
 

@@ -5,15 +5,16 @@ Axes: see plan.py; L keys of a window, W tiles of a step, Q rows of a step.
 
 import dataclasses
 
+import numpy as np
+
 from kernels_pallas.moba import plan
 
 # Rows up to this length take the dense path: the tables of the grouped path would cost more.
 _DENSE_LENGTH = 1024
 # What a product costs on the grouped path, with all its gathering, against one on the dense path.
 _GROUPED_COST = 1.6
-# The dense path computes rows up to this length in parts that end their keys where they end. Each
-# is compiled by itself, so longer ones are cut into two parts of tiles that one loop goes through.
-_UNROLLED_LENGTH = 4096
+# Queries and keys of a tile of the dense path.
+_DENSE_TILE = 512
 # Rows of a product: with long blocks more of them are faster, with short ones they are wasted.
 _SHORT_ROWS, _LONG_ROWS = 128, 256
 # Scores of a step of the grouped path, which takes several tiles when they are small.
@@ -21,35 +22,34 @@ _STEP_ELEMENTS = 1 << 19
 _MAX_STEP_TILES = 64
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Windows:
-    """Consecutive tiles of queries, each against a window of `length` keys.
+    """Tiles of queries, each against some windows of keys.
 
-    The window of the tile that begins at token t begins at t // align * align - front; tokens count
-    from the first query. A tile is computed in `parts` of its rows; with several, each ends its
-    keys where its rows end.
+    Attributes:
+      rows, keys: of a window.
+      row_P, start_P: of each window its first query and its first key, both counted from the first
+        query. All queries are in one at least.
     """
 
-    first: int
-    tiles: int
     rows: int
-    length: int
-    front: int
-    align: int
-    parts: int = 1
+    keys: int
+    row_P: np.ndarray
+    start_P: np.ndarray
 
-    def part_rows(self) -> list[tuple[int, int, int]]:
-        """First row, one beyond the last, and keys of each part."""
-        step = -(-self.rows // self.parts)
-        edges = [(start, min(start + step, self.rows)) for start in range(0, self.rows, step)]
-        return [
-            (start, end, self.front + end if self.parts > 1 else self.length)
-            for start, end in edges
-        ]
+    @property
+    def front(self) -> int:
+        """Keys that are reached before the first query."""
+        return max(0, -int(self.start_P.min()))
+
+    @property
+    def end(self) -> int:
+        """One beyond the last query and key of any window."""
+        return int(max(self.row_P.max() + self.rows, self.start_P.max() + self.keys))
 
     def products(self) -> int:
-        """Pairs of a row and a key in all tiles."""
-        return self.tiles * sum((end - start) * keys for start, end, keys in self.part_rows())
+        """Pairs of a query and a key in all windows."""
+        return len(self.row_P) * self.rows * self.keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,44 +73,41 @@ class Layout:
     candidates: int
     choices: int
     scored: bool
-    windows: tuple[Windows, ...]
+    windows: Windows
     tile: int = 0
     step_tiles: int = 0
     steps: int = 0
 
 
-def _dense_windows(length: int, front: int) -> tuple[Windows, ...]:
-    """Of `length` queries with `front` tokens before them."""
-    if length <= _UNROLLED_LENGTH:
-        rows = _LONG_ROWS if length >= 2 * _LONG_ROWS else _SHORT_ROWS
-        parts = -(-length // rows)
-        return (Windows(0, 1, length, front + length, front, align=length, parts=parts),)
-    rows = _LONG_ROWS
-    tiles = -(-length // rows)
-    half = tiles // 2
-    align = tiles * rows
-    return (
-        Windows(0, half, rows, front + half * rows, front, align),
-        Windows(half * rows, tiles - half, rows, front + align, front, align),
-    )
+def _dense_windows(length: int, front: int) -> Windows:
+    """All that `length` queries with `front` tokens before them may attend to."""
+    tiles = -(-length // _DENSE_TILE)
+    rows = -(-length // tiles)
+    before = -(-front // rows)
+    i, j = (x.astype(np.int32) * rows for x in np.tril_indices(tiles, before, before + tiles))
+    return Windows(rows, rows, i, j - before * rows)
 
 
 def _product_rows(block_size: int) -> int:
     return _LONG_ROWS if block_size >= _LONG_ROWS else _SHORT_ROWS
 
 
-def _own_windows(length: int, block_size: int, aligned: bool) -> tuple[Windows, ...]:
+def _own_windows(length: int, block_size: int, aligned: bool) -> Windows:
     rows = _product_rows(block_size)
     if aligned and block_size <= rows:
         rows = rows // block_size * block_size
-        window = Windows(0, -(-length // rows), rows, rows, front=0, align=rows)
-    elif aligned and block_size % rows == 0:
-        parts = block_size // rows
-        window = Windows(0, -(-length // block_size), block_size, block_size, 0, block_size, parts)
-    else:
-        reach = rows + block_size - 1
-        window = Windows(0, -(-length // rows), rows, reach, front=block_size - 1, align=1)
-    return (window,)
+    row_P = np.arange(0, length, rows, dtype=np.int32)
+    if aligned and rows % block_size == 0:
+        return Windows(rows, rows, row_P, row_P)
+    if aligned and block_size % rows == 0:
+        # Of tile i of a block, tiles 0 to i of its keys.
+        i, j = np.tril_indices(block_size // rows)
+        first = np.arange(0, length, block_size)[:, None]
+        row_P, start_P = ((first + rows * x).reshape(-1).astype(np.int32) for x in (i, j))
+        inside = row_P < length
+        return Windows(rows, rows, row_P[inside], start_P[inside])
+    reach = block_size - 1
+    return Windows(rows, reach + rows, row_P, row_P - reach)
 
 
 def make_layout(
@@ -130,13 +127,12 @@ def make_layout(
     queries = length if queries is None else queries
     windows = _dense_windows(queries, front=length - queries)
     dense = Layout(M, call.aligned, True, call.everything, S, J, scored, windows)
-    heads = batch * kv_heads
-    pairs = heads * groups * plan.max_chunk_pairs(length, queries, M, J)
+    pairs = kv_heads * groups * plan.max_chunk_pairs(length, queries, M, J)
     tile = 8
     while 2 * tile <= _product_rows(M) and 8 * tile * length <= M * J * groups * queries:
         tile *= 2
-    tiles = pairs // tile + heads * S if J else 0
-    together = _STEP_ELEMENTS // (tile * M)
+    tiles = pairs // tile + kv_heads * S if J else 0
+    together = _STEP_ELEMENTS // (batch * tile * M)
     together = max(1, min(together, _MAX_STEP_TILES, tiles))
     grouped = Layout(
         M,
@@ -179,9 +175,9 @@ def layout_flops(
     if layout.scored:
         chunk = plan.choice_chunk(batch, heads, length, S)
         choice = -(-length // chunk) * chunk * batch * heads * S * key_width
-    window = sum(w.products() for w in layout.windows) * batch * heads
-    tile = layout.steps * layout.step_tiles * layout.tile * layout.block_size
-    gather = layout.steps * layout.step_tiles**2 * layout.block_size
+    window = layout.windows.products() * batch * heads
+    tile = layout.steps * layout.step_tiles * layout.tile * layout.block_size * batch
+    gather = layout.steps * layout.step_tiles**2 * layout.block_size * batch
     # All steps count, though those at the end may have no pairs and then are not computed.
     forward = choice + (window + tile) * (key_width + value_width)
     backward = (window + tile) * (3 * key_width + 2 * value_width)
