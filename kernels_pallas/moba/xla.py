@@ -89,9 +89,7 @@ def forward(call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks: plan.B
     multiplier, factor = _split_scale(call.scale, dtype)
     q_BKGTH, k_BKTH = plan.bounded(q_BKGTH * multiplier), plan.bounded(k_BKTH)
     mask = window_mask(layout, blocks, chosen_BKJGT)
-    part = window_forward(
-        layout.windows, q_BKGTH, k_BKTH, v_BKTE, mask, factor, call.soft_cap, offset
-    )
+    part = window_forward(layout, q_BKGTH, k_BKTH, v_BKTE, mask, factor, call.soft_cap, offset)
     if not layout.dense and layout.choices:
         tiles, pairs = dispatch(call, layout, chosen_BKJGT)
         k_BSMH, v_BSME = (_cut(call, blocks, x) for x in (k_BKTH, v_BKTE))
@@ -136,7 +134,7 @@ def backward(
     rows = Rows(top, inverse, do_BKGTE.astype(v_BKTE.dtype), delta_BKGT)
     mask = window_mask(layout, blocks, chosen_BKJGT)
     dq, dk, dv = window_backward(
-        layout.windows, q_BKGTH, k_BKTH, v_BKTE, mask, rows, factor, call.soft_cap, offset
+        layout, q_BKGTH, k_BKTH, v_BKTE, mask, rows, factor, call.soft_cap, offset
     )
     if not layout.dense and layout.choices:
         tiles, pairs = dispatch(call, layout, chosen_BKJGT)

@@ -49,10 +49,19 @@ class Part(NamedTuple):
     total: jax.Array
 
 
+def _masked(s, mask):
+    """The scores [..., Q, L], and -inf where the mask, or that of blocks of keys, is false."""
+    if mask is None:
+        return s
+    if mask.ndim == s.ndim:
+        return jnp.where(mask, s, -jnp.inf)
+    by_block = s.reshape(*s.shape[:-1], mask.shape[-2], -1)
+    return jnp.where(mask, by_block, -jnp.inf).reshape(s.shape)
+
+
 def attend(q, k, v, mask, factor, soft_cap) -> Part:
     s, _ = scores(q, k, factor, soft_cap)
-    if mask is not None:
-        s = jnp.where(mask, s, -jnp.inf)
+    s = _masked(s, mask)
     top = jnp.maximum(jnp.max(s, axis=-1, keepdims=True), jnp.finfo(s.dtype).min)
     p = jnp.exp(s - top)
     return Part(dot("...ql,...le->...qe", p.astype(v.dtype), v), top[..., 0], jnp.sum(p, -1))
@@ -93,8 +102,7 @@ class Rows(NamedTuple):
 def attend_gradients(q, k, v, mask, rows: Rows, factor, soft_cap):
     """Gradients of q, k and v from these keys."""
     s, slope = scores(q, k, factor, soft_cap)
-    if mask is not None:
-        s = jnp.where(mask, s, -jnp.inf)
+    s = _masked(s, mask)
     p = jnp.exp(s - rows.top[..., None]) * rows.inverse[..., None]
     dv = dot("...ql,...qe->...le", p.astype(rows.do.dtype), rows.do)
     dp = dot("...qe,...le->...ql", rows.do, v)

@@ -4,6 +4,7 @@ Axes: see plan.py; L keys of a window, W tiles of a step, Q rows of a step.
 """
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 
@@ -15,8 +16,10 @@ _DENSE_LENGTH = 1024
 _GROUPED_COST = 1.6
 # Queries and keys of a tile of the dense path.
 _DENSE_TILE = 512
-# Rows of a product: with long blocks more of them are faster, with short ones they are wasted.
-_SHORT_ROWS, _LONG_ROWS = 128, 256
+# Queries of a window of the own block: as many as the block has, of these.
+_ROWS = (512, 256, 128)
+# Most queries of a tile that chose the same block; half as many where blocks are shorter.
+_TILE = 256
 # Scores of a step of the grouped path, which takes several tiles when they are small.
 _STEP_ELEMENTS = 1 << 19
 _MAX_STEP_TILES = 64
@@ -29,13 +32,18 @@ class Windows:
     Attributes:
       rows, keys: of a window.
       row_P, start_P: of each window its first query and its first key, both counted from the first
-        query. All queries are in one at least.
+        query.
+      check: which of its pairs of a query and a key are looked at before they are taken.
+        "all": every pair; "blocks": a query and a block of keys, for rows without segment ids;
+        "own": which come earlier and are of the same block, the same pairs in every window;
+        "causal": which come earlier; "none": all are taken.
     """
 
     rows: int
     keys: int
     row_P: np.ndarray
     start_P: np.ndarray
+    check: Literal["all", "blocks", "own", "causal", "none"]
 
     @property
     def front(self) -> int:
@@ -73,41 +81,64 @@ class Layout:
     candidates: int
     choices: int
     scored: bool
-    windows: Windows
+    windows: tuple[Windows, ...]
     tile: int = 0
     step_tiles: int = 0
     steps: int = 0
 
 
-def _dense_windows(length: int, front: int) -> Windows:
+def _triangle(tiles: int, rows: int, diagonal: bool) -> tuple[np.ndarray, np.ndarray]:
+    """First tokens of pairs of tiles: of each with itself, or with those before it."""
+    i = np.arange(tiles)
+    i, j = (i, i) if diagonal else np.tril_indices(tiles, -1)
+    return i.astype(np.int32) * rows, j.astype(np.int32) * rows
+
+
+def _dense_windows(call: plan.Call, length: int, front: int) -> tuple[Windows, ...]:
     """All that `length` queries with `front` tokens before them may attend to."""
+    M = call.block_size
     tiles = -(-length // _DENSE_TILE)
     rows = -(-length // tiles)
-    before = -(-front // rows)
-    i, j = (x.astype(np.int32) * rows for x in np.tril_indices(tiles, before, before + tiles))
-    return Windows(rows, rows, i, j - before * rows)
+    if not call.aligned or front:
+        before = -(-front // rows)
+        i, j = np.tril_indices(tiles, before, before + tiles)
+        row_P, start_P = ((x * rows).astype(np.int32) for x in (i, j - before))
+        return (Windows(rows, rows, row_P, start_P, "all"),)
+    if call.everything:
+        checks = ("causal", "none")
+    elif M >= _DENSE_TILE:
+        rows = _DENSE_TILE
+        checks = ("all", "blocks" if M % rows == 0 else "all")
+    else:
+        rows = max(1, rows // M) * M
+        checks = ("all", "blocks")
+    tiles = -(-length // rows)
+    windows = (
+        Windows(rows, rows, *_triangle(tiles, rows, diagonal), check)
+        for diagonal, check in zip((True, False), checks, strict=True)
+    )
+    return tuple(w for w in windows if len(w.row_P))
 
 
-def _product_rows(block_size: int) -> int:
-    return _LONG_ROWS if block_size >= _LONG_ROWS else _SHORT_ROWS
-
-
-def _own_windows(length: int, block_size: int, aligned: bool) -> Windows:
-    rows = _product_rows(block_size)
+def _own_windows(length: int, block_size: int, aligned: bool) -> tuple[Windows, ...]:
+    rows = next((n for n in _ROWS if block_size >= n), _ROWS[-1])
     if aligned and block_size <= rows:
         rows = rows // block_size * block_size
-    row_P = np.arange(0, length, rows, dtype=np.int32)
-    if aligned and rows % block_size == 0:
-        return Windows(rows, rows, row_P, row_P)
+        row_P = np.arange(0, length, rows, dtype=np.int32)
+        return (Windows(rows, rows, row_P, row_P, "own" if block_size < rows else "causal"),)
     if aligned and block_size % rows == 0:
-        # Of tile i of a block, tiles 0 to i of its keys.
-        i, j = np.tril_indices(block_size // rows)
-        first = np.arange(0, length, block_size)[:, None]
-        row_P, start_P = ((first + rows * x).reshape(-1).astype(np.int32) for x in (i, j))
-        inside = row_P < length
-        return Windows(rows, rows, row_P[inside], start_P[inside])
-    reach = block_size - 1
-    return Windows(rows, reach + rows, row_P, row_P - reach)
+        first = np.arange(0, length, block_size, dtype=np.int32)[:, None]
+        windows = []
+        for diagonal, check in ((True, "causal"), (False, "none")):
+            row_P, start_P = (
+                (first + x).reshape(-1) for x in _triangle(block_size // rows, rows, diagonal)
+            )
+            inside = row_P < length
+            if inside.any():
+                windows.append(Windows(rows, rows, row_P[inside], start_P[inside], check))
+        return tuple(windows)
+    row_P, reach = np.arange(0, length, rows, dtype=np.int32), block_size - 1
+    return (Windows(rows, reach + rows, row_P, row_P - reach, "all"),)
 
 
 def make_layout(
@@ -125,11 +156,12 @@ def make_layout(
     M, S, J = call.block_size, call.candidates, call.choices
     scored = not call.fixed
     queries = length if queries is None else queries
-    windows = _dense_windows(queries, front=length - queries)
+    windows = _dense_windows(call, queries, front=length - queries)
     dense = Layout(M, call.aligned, True, call.everything, S, J, scored, windows)
     pairs = kv_heads * groups * plan.max_chunk_pairs(length, queries, M, J)
     tile = 8
-    while 2 * tile <= _product_rows(M) and 8 * tile * length <= M * J * groups * queries:
+    most = _TILE if M >= _TILE else _TILE // 2
+    while 2 * tile <= most and 8 * tile * length <= M * J * groups * queries:
         tile *= 2
     tiles = pairs // tile + kv_heads * S if J else 0
     together = _STEP_ELEMENTS // (batch * tile * M)
@@ -175,7 +207,7 @@ def layout_flops(
     if layout.scored:
         chunk = plan.choice_chunk(batch, heads, length, S)
         choice = -(-length // chunk) * chunk * batch * heads * S * key_width
-    window = layout.windows.products() * batch * heads
+    window = sum(w.products() for w in layout.windows) * batch * heads
     tile = layout.steps * layout.step_tiles * layout.tile * layout.block_size * batch
     gather = layout.steps * layout.step_tiles**2 * layout.block_size * batch
     # All steps count, though those at the end may have no pairs and then are not computed.

@@ -3,10 +3,12 @@
 Axes: see plan.py; E value width, Q queries and L keys of a window.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kernels_pallas.moba import plan
@@ -41,7 +43,8 @@ def window_mask(layout: Layout, blocks: plan.Blocks, chosen_BKJGT) -> WindowMask
         return WindowMask(blocks.run_BT, None, blocks.slot_BT)
     if not layout.dense or not layout.choices:
         return WindowMask(blocks.own_BT, None, blocks.slot_BT)
-    words = -(-blocks.start_BS.shape[1] // 32)
+    # With a bit for the last block, which is no candidate.
+    words = blocks.start_BS.shape[1] // 32 + 1
     base_w = jnp.arange(words, dtype=jnp.int32) * 32
     # A shift by less than 0, which is a huge unsigned number, or by more than 31 gives 0.
     shift = (chosen_BKJGT[..., None] - base_w).astype(jnp.uint32)
@@ -59,48 +62,86 @@ def _pad(x, axis, front, back, value=0):
     return jnp.pad(x, widths, constant_values=value)
 
 
-def _reached(x, axis, windows: Windows, queries: int, offset, value=0):
+def _reached(x, axis, windows, queries: int, offset, value=0):
     """The part of the row that windows reach, from `front` tokens before the first query on."""
-    x = _pad(x, axis, windows.front, windows.end - queries, value)
-    size = windows.front + windows.end
-    return x if size == x.shape[axis] else _slice(x, offset, size, axis)
+    front, end = _bounds(windows)
+    x = _pad(x, axis, front, end - queries, value)
+    return x if front + end == x.shape[axis] else _slice(x, offset, front + end, axis)
 
 
-def _from_reached(x, axis, windows: Windows, queries: int, length: int, offset):
+def _from_reached(x, axis, windows, queries: int, length: int, offset):
     """The transpose of `_reached`."""
     if queries < length:
         full = (*x.shape[:axis], x.shape[axis] + length - queries, *x.shape[axis + 1 :])
         x = lax.dynamic_update_slice_in_dim(jnp.zeros(full, x.dtype), x, offset, axis)
-    return _slice(x, windows.front, length, axis)
+    return _slice(x, _bounds(windows)[0], length, axis)
 
 
-def _reached_mask(mask: WindowMask, windows: Windows, queries: int, offset) -> WindowMask:
+def _bounds(windows: tuple[Windows, ...]) -> tuple[int, int]:
+    """Keys reached before the first query, and one beyond the last query and key."""
+    return max(w.front for w in windows), max(w.end for w in windows)
+
+
+def _reached_mask(mask: WindowMask, windows, queries: int, offset) -> WindowMask:
     # Ids of queries and keys are padded alike, but padding before the row has an id of its own.
     id_BT, slot_BT = (
         _reached(x, 1, windows, queries, offset, -1) for x in (mask.id_BT, mask.slot_BT)
     )
     bits = mask.bits_BKGTw
-    bits = None if bits is None else _pad(bits, 3, 0, windows.end - queries)
+    bits = None if bits is None else _pad(bits, 3, 0, _bounds(windows)[1] - queries)
     return WindowMask(id_BT, bits, slot_BT)
 
 
-def _mask(mask: WindowMask, windows: Windows, row, start, heads: tuple[int, int, int]):
-    """[B, K, G * Q, L] of the window whose queries begin at `row`, and keys at `start`."""
-    q_id = _slice(mask.id_BT, row + windows.front, windows.rows, 1)[:, :, None]
-    k_id = _slice(mask.id_BT, start + windows.front, windows.keys, 1)[:, None, :]
+def _mask(mask: WindowMask, windows: Windows, front: int, block_size: int, row, start, heads):
+    """Of the window whose queries begin at `row`, and keys at `start`.
+
+    Returns:
+      [B, K, G * Q, L], or [B, K, G * Q, blocks, tokens of a block], where B and K may be 1; None:
+      all of it is attended.
+    """
+    if windows.check == "none":
+        return None
+    if windows.check == "blocks":
+        member = _member_blocks(mask, windows, block_size, row, start)
+    elif windows.check == "all":
+        member = _member(mask, windows, front, row, start)
+    else:
+        t = np.arange(windows.rows)
+        member = np.tril(np.ones((windows.rows, windows.rows), bool))
+        if windows.check == "own":
+            member = member & (t[:, None] // block_size == t // block_size)
+        member = jnp.asarray(member)[None, None, None]
+    member = jnp.broadcast_to(member, (*member.shape[:2], heads, *member.shape[3:]))
+    return member.reshape(*member.shape[:2], heads * windows.rows, *member.shape[4:])
+
+
+def _member(mask: WindowMask, windows: Windows, front: int, row, start):
+    """Every query and key, [B, K, G, Q, L]."""
+    q_id = _slice(mask.id_BT, row + front, windows.rows, 1)[:, :, None]
+    k_id = _slice(mask.id_BT, start + front, windows.keys, 1)[:, None, :]
     q_t = row + jnp.arange(windows.rows, dtype=jnp.int32)[:, None]
     k_t = start + jnp.arange(windows.keys, dtype=jnp.int32)
     member = (q_id == k_id)[:, None, None]
     if mask.bits_BKGTw is not None:
         bits = _slice(mask.bits_BKGTw, row, windows.rows, 3)
-        slot = _slice(mask.slot_BT, start + windows.front, windows.keys, 1)[:, None, None, None, :]
+        slot = _slice(mask.slot_BT, start + front, windows.keys, 1)[:, None, None, None, :]
         for word in range(bits.shape[-1]):
             shift = (slot - 32 * word).astype(jnp.uint32)
             shifted = lax.shift_right_logical(*jnp.broadcast_arrays(bits[..., word, None], shift))
             member = member | ((shifted & 1) == 1)
-    member = member & ((q_t >= k_t) & (q_id >= 0))[:, None, None]
-    member = jnp.broadcast_to(member, (*heads, windows.rows, windows.keys))
-    return member.reshape(*heads[:2], -1, windows.keys)
+    return member & ((q_t >= k_t) & (q_id >= 0))[:, None, None]
+
+
+def _member_blocks(mask: WindowMask, windows: Windows, block_size: int, row, start):
+    """Every query and block, [B, K, G, Q, blocks, 1]; keys are whole blocks, or a part of one."""
+    blocks = max(1, windows.keys // block_size)
+    number = start // block_size + jnp.arange(blocks, dtype=jnp.int32)
+    own = _slice(mask.id_BT, row, windows.rows, 1)[:, None, None, :, None] == number * block_size
+    if mask.bits_BKGTw is None:
+        return own[..., None]
+    words = jnp.take(_slice(mask.bits_BKGTw, row, windows.rows, 3), number // 32, axis=-1)
+    shift = jnp.broadcast_to((number % 32).astype(jnp.uint32), words.shape)
+    return (own | ((lax.shift_right_logical(words, shift) & 1) == 1))[..., None]
 
 
 def _queries_of(x_BKGTX, windows: Windows, row):
@@ -114,57 +155,69 @@ def _put_queries(x_BKGTX, part, row):
     return lax.dynamic_update_slice_in_dim(x_BKGTX, part.reshape(B, K, G, -1, *width), row, 3)
 
 
-def window_forward(windows, q_BKGTH, k_BKTH, v_BKTE, mask, factor, soft_cap, offset) -> Part:
+def window_forward(layout: Layout, q_BKGTH, k_BKTH, v_BKTE, mask, factor, soft_cap, offset) -> Part:
     """Attention of all queries to the keys of their windows."""
     B, K, G, T, _ = q_BKGTH.shape
-    q = _pad(q_BKGTH, 3, 0, windows.end - T)
-    k, v = (_reached(x, 2, windows, T, offset) for x in (k_BKTH, v_BKTE))
-    mask = _reached_mask(mask, windows, T, offset)
+    front, end = _bounds(layout.windows)
+    q = _pad(q_BKGTH, 3, 0, end - T)
+    k, v = (_reached(x, 2, layout.windows, T, offset) for x in (k_BKTH, v_BKTE))
+    mask = _reached_mask(mask, layout.windows, T, offset)
 
-    def add(total: Part, pair):
+    def add(windows, total: Part, pair):
         row, start = pair
-        k_, v_ = (_slice(x, start + windows.front, windows.keys, 2) for x in (k, v))
+        k_, v_ = (_slice(x, start + front, windows.keys, 2) for x in (k, v))
         part = attend(
             _queries_of(q, windows, row),
             k_,
             v_,
-            _mask(mask, windows, row, start, (B, K, G)),
+            _mask(mask, windows, front, layout.block_size, row, start, G),
             factor,
             soft_cap,
         )
         part = merge(jax.tree.map(lambda x: _queries_of(x, windows, row), total), part)
         return jax.tree.map(lambda x, y: _put_queries(x, y, row), total, part), None
 
-    nothing = no_part((B, K, G, windows.end), v.shape[3], accumulator(v.dtype))
-    total, _ = lax.scan(add, nothing, (windows.row_P, windows.start_P))
+    total = no_part((B, K, G, end), v.shape[3], accumulator(v.dtype))
+    for windows in layout.windows:
+        step = functools.partial(add, windows)
+        total, _ = lax.scan(step, total, (windows.row_P, windows.start_P))
     return jax.tree.map(lambda x: x[:, :, :, :T], total)
 
 
 def window_backward(
-    windows, q_BKGTH, k_BKTH, v_BKTE, mask, saved_BKGT: Rows, factor, soft_cap, offset
+    layout: Layout, q_BKGTH, k_BKTH, v_BKTE, mask, saved_BKGT: Rows, factor, soft_cap, offset
 ):
     """Gradients of queries, and of all keys and values, from the windows."""
-    B, K, G, T, _ = q_BKGTH.shape
-    q, saved = jax.tree.map(lambda x: _pad(x, 3, 0, windows.end - T), (q_BKGTH, saved_BKGT))
-    k, v = (_reached(x, 2, windows, T, offset) for x in (k_BKTH, v_BKTE))
-    mask = _reached_mask(mask, windows, T, offset)
+    T = q_BKGTH.shape[3]
+    front, end = _bounds(layout.windows)
+    q, saved = jax.tree.map(lambda x: _pad(x, 3, 0, end - T), (q_BKGTH, saved_BKGT))
+    k, v = (_reached(x, 2, layout.windows, T, offset) for x in (k_BKTH, v_BKTE))
+    mask = _reached_mask(mask, layout.windows, T, offset)
 
-    def add(sums, pair):
+    def add(windows, sums, pair):
         row, start = pair
-        first = start + windows.front
         q_, saved_, dq = jax.tree.map(lambda x: _queries_of(x, windows, row), (q, saved, sums[0]))
-        k_, v_, dk, dv = (_slice(x, first, windows.keys, 2) for x in (k, v, *sums[1:]))
+        k_, v_, dk, dv = (_slice(x, start + front, windows.keys, 2) for x in (k, v, *sums[1:]))
         part = attend_gradients(
-            q_, k_, v_, _mask(mask, windows, row, start, (B, K, G)), saved_, factor, soft_cap
+            q_,
+            k_,
+            v_,
+            _mask(mask, windows, front, layout.block_size, row, start, q.shape[2]),
+            saved_,
+            factor,
+            soft_cap,
         )
         dq = _put_queries(sums[0], dq + part[0], row)
         dk, dv = (
-            lax.dynamic_update_slice_in_dim(x, y + z, first, 2)
+            lax.dynamic_update_slice_in_dim(x, y + z, start + front, 2)
             for x, y, z in zip(sums[1:], (dk, dv), part[1:], strict=True)
         )
         return (dq, dk, dv), None
 
     sums = tuple(jnp.zeros(x.shape, accumulator(x.dtype)) for x in (q, k, v))
-    (dq, dk, dv), _ = lax.scan(add, sums, (windows.row_P, windows.start_P))
-    dk, dv = (_from_reached(x, 2, windows, T, k_BKTH.shape[2], offset) for x in (dk, dv))
+    for windows in layout.windows:
+        step = functools.partial(add, windows)
+        sums, _ = lax.scan(step, sums, (windows.row_P, windows.start_P))
+    dq, dk, dv = sums
+    dk, dv = (_from_reached(x, 2, layout.windows, T, k_BKTH.shape[2], offset) for x in (dk, dv))
     return dq[:, :, :, :T], dk, dv
