@@ -123,19 +123,25 @@ def _moba(q, k, v, *, block_size, top_k):
 
 
 class Subject:
-    """One kind of attention, forward alone and with its backward pass, compiled and run once."""
+    """One kind of attention, forward alone and with its backward pass, compiled and run once.
 
-    def __init__(self, attend, args):
-        self._args = args
+    Args:
+      calls: one behind another that a time is taken of.
+    """
+
+    def __init__(self, attend, args, calls):
+        self._args, self._calls = args, calls
         self._forward = jax.jit(attend)
         self._both = jax.jit(jax.grad(lambda *x: jnp.sum(attend(*x) * x[0]), (0, 1, 2)))
         self.seconds(backward=False)
         self.seconds(backward=True)
 
     def seconds(self, *, backward: bool) -> float:
+        function = self._both if backward else self._forward
         start = time.perf_counter()
-        jax.block_until_ready((self._both if backward else self._forward)(*self._args))
-        return time.perf_counter() - start
+        for _ in range(self._calls):
+            jax.block_until_ready(function(*self._args))
+        return (time.perf_counter() - start) / self._calls
 
 
 def limits(length: int, block_size: int, top_k: int) -> tuple[float, float]:
@@ -154,11 +160,13 @@ def measure(length: int, heads: int, width: int, repeats: int) -> list[dict]:
     """One row a setting; a speed-up is the median over rounds of dense time / MoBA time."""
     keys = jax.random.split(jax.random.key(0), 3)
     args = [jax.random.normal(key, (1, length, heads, width)) for key in keys]
-    dense = {"tiled": Subject(_tiled, args)}
+    calls = max(1, (8192 // length) ** 2)
+    dense = {"tiled": Subject(_tiled, args, calls)}
     if length <= _LONGEST_FULL:
-        dense["jax.nn"] = Subject(_full, args)
+        dense["jax.nn"] = Subject(_full, args, calls)
     sparse = {
-        (B, k): Subject(functools.partial(_moba, block_size=B, top_k=k), args) for B, k in SETTINGS
+        (B, k): Subject(functools.partial(_moba, block_size=B, top_k=k), args, calls)
+        for B, k in SETTINGS
     }
     times = {}
     for _ in range(repeats):
@@ -188,7 +196,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     for length in options.lengths:

@@ -13,7 +13,7 @@ from kernels_pallas.moba import plan
 # Rows up to this length take the dense path: the tables of the grouped path would cost more.
 _DENSE_LENGTH = 1024
 # What a product costs on the grouped path, with all its gathering, against one on the dense path.
-_GROUPED_COST = 1.6
+_GROUPED_COST = 0.7
 # Queries and keys of a tile of the dense path.
 _DENSE_TILE = 512
 # Queries of a window of the own block: as many as the block has, of these.
@@ -35,7 +35,7 @@ class Windows:
         query.
       check: which of its pairs of a query and a key are looked at before they are taken.
         "all": every pair; "blocks": a query and a block of keys, for rows without segment ids;
-        "own": which come earlier and are of the same block, the same pairs in every window;
+        "diagonal": the same, and which come earlier; "own": which come earlier and are of the same block, the same pairs in every window;
         "causal": which come earlier; "none": all are taken.
     """
 
@@ -43,7 +43,7 @@ class Windows:
     keys: int
     row_P: np.ndarray
     start_P: np.ndarray
-    check: Literal["all", "blocks", "own", "causal", "none"]
+    check: Literal["all", "blocks", "diagonal", "own", "causal", "none"]
 
     @property
     def front(self) -> int:
@@ -108,10 +108,10 @@ def _dense_windows(call: plan.Call, length: int, front: int) -> tuple[Windows, .
         checks = ("causal", "none")
     elif M >= _DENSE_TILE:
         rows = _DENSE_TILE
-        checks = ("all", "blocks" if M % rows == 0 else "all")
+        checks = ("causal", "blocks") if M % rows == 0 else ("all", "all")
     else:
         rows = max(1, rows // M) * M
-        checks = ("all", "blocks")
+        checks = ("diagonal", "blocks")
     tiles = -(-length // rows)
     windows = (
         Windows(rows, rows, *_triangle(tiles, rows, diagonal), check)

@@ -101,8 +101,11 @@ def _mask(mask: WindowMask, windows: Windows, front: int, block_size: int, row, 
     """
     if windows.check == "none":
         return None
-    if windows.check == "blocks":
+    if windows.check in ("blocks", "diagonal"):
         member = _member_blocks(mask, windows, block_size, row, start)
+        if windows.check == "diagonal":
+            causal = np.tril(np.ones((windows.rows, windows.rows), bool))
+            member = member & causal.reshape(windows.rows, member.shape[-2], -1)
     elif windows.check == "all":
         member = _member(mask, windows, front, row, start)
     else:
@@ -112,7 +115,10 @@ def _mask(mask: WindowMask, windows: Windows, front: int, block_size: int, row, 
             member = member & (t[:, None] // block_size == t // block_size)
         member = jnp.asarray(member)[None, None, None]
     member = jnp.broadcast_to(member, (*member.shape[:2], heads, *member.shape[3:]))
-    return member.reshape(*member.shape[:2], heads * windows.rows, *member.shape[4:])
+    # Or it is computed again at every use, and that of blocks for every key of a block.
+    return lax.optimization_barrier(
+        member.reshape(*member.shape[:2], heads * windows.rows, *member.shape[4:])
+    )
 
 
 def _member(mask: WindowMask, windows: Windows, front: int, row, start):
