@@ -291,7 +291,7 @@ def dispatch(x_BTD, index_BC, filled_BC, norm_scale_D, *, eps: float, interpret)
                 next_table,
                 lanes_spec,
                 *(pl.BlockSpec((1, D), lambda k, *_: (0, 0)) for _ in scale),
-                pl.BlockSpec(memory_space=pl.ANY),
+                pl.BlockSpec(memory_space=pltpu.HBM),
             ],
             out_specs=slots,
             scratch_shapes=[
@@ -326,8 +326,8 @@ def combine(x_BTD, delta_BCD, gate_BC, index_BC, filled_BC, *, interpret):
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(Z,),
-            in_specs=[table, next_table, lanes_spec, slots, pl.BlockSpec(memory_space=pl.ANY)],
-            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            in_specs=[table, next_table, lanes_spec, slots, pl.BlockSpec(memory_space=pltpu.HBM)],
+            out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
             scratch_shapes=[
                 pltpu.VMEM((3, S, D), _row_dtype(x_BTD.dtype)),
                 pltpu.VMEM((_LANES, 8), jnp.float32),
