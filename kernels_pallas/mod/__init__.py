@@ -32,7 +32,7 @@ def dispatch(
         dtype does; None: no norm.
       eps: of the norm.
       implementation: "xla"; "pallas_tpu", interpreted where there is no TPU; "pallas_gpu", likewise
-        for CUDA; None: see `_default`.
+        for CUDA; None: see `default`.
 
     Returns:
       [B, C, D] in x's dtype; unfilled slots are zeros. Without a norm all implementations agree
@@ -91,13 +91,13 @@ def combine(
     return _combine(implementation, x_BTD, delta_BCD, gate_BC, index_BC, filled_BC)
 
 
-def _default(operation: str) -> str:
+def default(operation: str) -> str:
     return "xla"
 
 
 def _implementation(operation: str, implementation: str | None, x_BTD: Array) -> str:
     if implementation is None:
-        return _default(operation)
+        return default(operation)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation {implementation!r} is none of {', '.join(map(repr, IMPLEMENTATIONS))}"

@@ -23,6 +23,8 @@ _CHUNK_BYTES = 1 << 21
 _MAX_SLOTS = 128
 # Rows computed at a time: whole tiles of bfloat16.
 _GROUP = 16
+# Slots that a loop starts DMAs for in one turn.
+_UNROLL = 8
 # Rows of the table `lanes`: a slot's gate, whether its row is the upper of a pair, and whether the
 # slot before holds the lower.
 _LANES = 128
@@ -84,22 +86,37 @@ def _row_index(row):
     return jnp.where(row < 0, ~row, row)
 
 
+def _each(start, stop, body) -> None:
+    """body(c) of every slot; unrolled, or a loop's own overhead would be most of the work."""
+
+    def some(i, _):
+        for j in range(_UNROLL):
+            body(start + i * _UNROLL + j)
+
+    whole = lax.div(stop - start, _UNROLL)
+    lax.fori_loop(0, whole, some, None)
+    lax.fori_loop(start + whole * _UNROLL, stop, lambda c, _: body(c), None)
+
+
 def _fetch(x_ref, row_ref, rows_ref, sem, batch, count):
     """Starts fetching the rows of a chunk."""
 
-    def body(c, _):
+    def body(c):
         row = _row_index(row_ref[0, 0, c])
         pltpu.make_async_copy(
             _words(x_ref).at[batch, pl.ds(row, 1)], rows_ref.at[pl.ds(c, 1)], sem
         ).start()
 
-    lax.fori_loop(0, count, body, None)
+    _each(0, count, body)
 
 
-def _wait(x_ref, rows_ref, sem, count):
+def _wait(rows_ref, sem, count):
     """Waits for so many rows, whichever come first, in either direction: all are as large."""
-    copy = pltpu.make_async_copy(_words(x_ref).at[0, pl.ds(0, 1)], rows_ref.at[pl.ds(0, 1)], sem)
-    lax.fori_loop(0, count, lambda *_: copy.wait(), None)
+    rows = 1
+    while rows <= rows_ref.shape[0]:
+        some = rows_ref.at[pl.ds(0, rows)]
+        pl.when((count & rows) != 0)(pltpu.make_async_copy(some, some, sem).wait)
+        rows *= 2
 
 
 def _float(words):
@@ -133,7 +150,7 @@ def _gather_kernel(
     pl.when(k == 0)(lambda: fetch(k, row_ref))
     pl.when(k < last)(lambda: fetch(k + 1, next_ref))
     slot, count = lax.rem(k, 2), filled_ref[k]
-    _wait(x_ref, rows_ref.at[slot], sem.at[slot], count)
+    _wait(rows_ref.at[slot], sem.at[slot], count)
     column_ref[...] = lanes_ref[0].T
 
     def group(i, _):
@@ -162,7 +179,7 @@ def _scatter_kernel(
 
     def wait_written(chunk):
         slot = lax.rem(chunk, 3)
-        _wait(x_ref, rows_ref.at[slot], write_sem.at[slot], written_ref[chunk])
+        _wait(rows_ref.at[slot], write_sem.at[slot], written_ref[chunk])
 
     def fetch(chunk, table_ref):
         slot = lax.rem(chunk, 3)
@@ -173,7 +190,7 @@ def _scatter_kernel(
     pl.when(k == 0)(lambda: fetch(k, row_ref))
     pl.when(k < last)(lambda: fetch(k + 1, next_ref))
     slot, count = lax.rem(k, 3), filled_ref[k]
-    _wait(x_ref, rows_ref.at[slot], fetch_sem.at[slot], count)
+    _wait(rows_ref.at[slot], fetch_sem.at[slot], count)
     batch = lax.div(k, batch_chunks)
     column_ref[...] = lanes_ref[0].T
 
@@ -201,7 +218,7 @@ def _scatter_kernel(
             high = jnp.where(upper, _rounded(d + high), x & jnp.uint32(0xFFFF0000))
             rows_ref[slot, at] = low | high
 
-        def write(c, _):
+        def write(c):
             row = row_ref[0, 0, c]
 
             @pl.when(row >= 0)
@@ -212,7 +229,7 @@ def _scatter_kernel(
                     write_sem.at[slot],
                 ).start()
 
-        lax.fori_loop(start, jnp.minimum(start + _GROUP, count), write, None)
+        _each(start, jnp.minimum(start + _GROUP, count), write)
 
     lax.fori_loop(0, S // _GROUP, group, None)
 
@@ -239,7 +256,10 @@ def _params(S: int, D: int):
     # Rows, deltas and what lies between them, all in float32.
     width = -(-D // _LANES) * _LANES
     return pltpu.CompilerParams(
-        dimension_semantics=("arbitrary",), vmem_limit_bytes=(8 << 20) + 12 * 4 * S * width
+        dimension_semantics=("arbitrary",),
+        vmem_limit_bytes=(8 << 20) + 12 * 4 * S * width,
+        # Two of them for each row, and every position is within x by its making.
+        disable_bounds_checks=True,
     )
 
 
