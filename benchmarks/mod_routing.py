@@ -70,7 +70,7 @@ def count(text: str, x_bytes: int, rows_bytes: int) -> tuple[int, int]:
     entry = text[text.index("\nENTRY") :].splitlines()[2:]
     types, moved, copies = {}, 0, 0
     for line in entry:
-        found = re.match(r"\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(?:,|$)", line)
+        found = re.match(r"\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*?)\)(?:,|$)", line)
         if found is None:
             continue
         name, kind, operation, operands = found.groups()
@@ -78,7 +78,10 @@ def count(text: str, x_bytes: int, rows_bytes: int) -> tuple[int, int]:
         if operation in _FREE:
             continue
         copies += operation in ("copy", "copy-start") and x_bytes in _arrays(kind)
+        # The types of asynchronous operations name their operands as well.
         arrays = [] if operation == "copy-start" else _arrays(kind)
+        if operation == "call-update":
+            operands = ""
         for operand in re.findall(r"%([^\s,)]+)", operands):
             arrays += _arrays(types.get(operand, ""))
         rows = "gather" in name or "mod_" in name
