@@ -42,8 +42,7 @@ BANDWIDTH = {"v5e": 819e9, "v5p": 2765e9, "v6e": 1640e9, "tpu7x": 3690e9}
 SHAPES = [(8, 2048, 2048, 256), (8, 8192, 4096, 1024)]
 _SIZES = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1}
 _ARRAY = re.compile(r"(bf16|f32|s32|u32|pred)\[([\d,]*)\]\{([^}]*)\}")
-_FREE = ("parameter", "bitcast", "constant", "get-tuple-element", "tuple", "call-start",
-         "call-done", "copy-done")  # fmt: skip
+_FREE = ("parameter", "bitcast", "constant", "get-tuple-element", "tuple", "call-done", "copy-done")
 
 
 def compile_for(generation: str, function, args, donated=()):
@@ -80,7 +79,7 @@ def count(text: str, x_bytes: int, rows_bytes: int) -> tuple[int, int]:
         copies += operation in ("copy", "copy-start") and x_bytes in _arrays(kind)
         # The types of asynchronous operations name their operands as well.
         arrays = [] if operation == "copy-start" else _arrays(kind)
-        if operation == "call-update":
+        if operation in ("call-start", "call-update"):
             operands = ""
         for operand in re.findall(r"%([^\s,)]+)", operands):
             arrays += _arrays(types.get(operand, ""))

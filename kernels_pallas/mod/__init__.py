@@ -99,8 +99,8 @@ def default(operation: str) -> str:
     float32):
 
                       v5e        v5p        v6e        tpu7x
-    dispatch bf16     75 / 25    42 / 25    75 / 25    DISPBF
-    dispatch f32      34 / 34    67 / 34    34 / 34    DISPF
+    dispatch bf16     75 / 25    42 / 25    75 / 25     42 / 25
+    dispatch f32      34 / 34    67 / 34    34 / 34     67 / 34
     combine bf16     143 / 42   143 / 42   143 / 42   143 / 42
     combine f32      285 / 50   285 / 50   285 / 50   285 / 50
 
