@@ -33,10 +33,10 @@ class Windows:
       rows, keys: of a window.
       row_P, start_P: of each window its first query and its first key, both counted from the first
         query.
-      check: which of its pairs of a query and a key are looked at before they are taken.
-        "all": every pair; "blocks": a query and a block of keys, for rows without segment ids;
-        "diagonal": the same, and which come earlier; "own": which come earlier and are of the same block, the same pairs in every window;
-        "causal": which come earlier; "none": all are taken.
+      check: which pairs of a query and a key are looked at before they are taken. "all": every
+        pair; "blocks": pairs of a query and a block of keys, in rows without segment ids;
+        "diagonal": these, and which come earlier; "own": which come earlier and are of the same
+        block, the same in every window; "causal": which come earlier; "none": all are taken.
     """
 
     rows: int

@@ -226,9 +226,9 @@ class MixtureOfDepths(nnx.Module):
         delta_BCD = self.block(x_BCD, **inputs)
         if delta_BCD.shape != x_BCD.shape:
             raise ValueError(f"block must return shape {x_BCD.shape}, got {delta_BCD.shape}")
-        if self.gate_on == "block":
-            delta_BCD = gate_BC[..., None] * delta_BCD.astype(jnp.float32)
-        y_BTD = ops.combine(x_BTD, delta_BCD, route)
+        y_BTD = ops.combine(
+            x_BTD, delta_BCD, route, gate_BC=gate_BC if self.gate_on == "block" else None
+        )
 
         predictor_loss = jnp.zeros((), jnp.float32)
         if predictor_BT is not None:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from kernels_pallas import mod
+
 # Rematerialisation must not choose again: policies keep arrays of this name.
 ROUTED_TOKENS = "modo_routed_tokens"
 
@@ -139,30 +141,17 @@ def best_of_each_document(logits_BT: Array, runs_BT: Array, capacity: float) -> 
     return jax.vmap(row)(lax.stop_gradient(order_BT), runs_BT)
 
 
-def _slots_or_outside(route: Route) -> Array:
-    """Positions to gather from or scatter to: distinct, ascending, unfilled slots out of range."""
-    length, slots = route.mask_BT.shape[1], route.index_BC.shape[1]
-    return jnp.where(route.filled_BC, route.index_BC, length + jnp.arange(slots, dtype=jnp.int32))
-
-
 def dispatch(x_BTD: Array, route: Route) -> Array:
     """The routed tokens' rows [B, C, D]; unfilled slots are zeros."""
-
-    def row(x_TD, i_C):
-        return x_TD.at[i_C].get(
-            mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
-        )
-
-    return jax.vmap(row)(x_BTD, _slots_or_outside(route))
+    return mod.dispatch(x_BTD, route.index_BC, route.filled_BC)
 
 
-def combine(x_BTD: Array, delta_BCD: Array, route: Route) -> Array:
-    """Adds the routed tokens' updates; every other token comes back bitwise as it was."""
+def combine(x_BTD: Array, delta_BCD: Array, route: Route, *, gate_BC: Array | None = None) -> Array:
+    """Adds the routed tokens' updates; every other token comes back bitwise as it was.
 
-    def row(x_TD, i_C, delta_CD):
-        return x_TD.at[i_C].add(delta_CD, mode="drop", unique_indices=True, indices_are_sorted=True)
-
-    return jax.vmap(row)(x_BTD, _slots_or_outside(route), delta_BCD.astype(x_BTD.dtype))
+    `gate_BC`, float32, multiplies the updates in float32.
+    """
+    return mod.combine(x_BTD, delta_BCD, gate_BC, route.index_BC, route.filled_BC)
 
 
 def membership_loss(logits_BT: Array, target_BT: Array, valid_BT: Array) -> Array:

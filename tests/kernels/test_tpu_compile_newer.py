@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import pytest
 
-from tests.kernels.tpu_compilation import MILLION, cases_of, check_case
+from tests.kernels.tpu_compilation import MILLION, cases_of, check_case, check_mod
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 CASES = [
@@ -16,3 +16,10 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:7])))
 def test_compiles(case):
     check_case(*case)
+
+
+@pytest.mark.parametrize("generation", ("v6e", "tpu7x"))
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_mod_compiles(generation, dtype):
+    check_mod(generation, 2048, 2048, 256, dtype)
+    check_mod(generation, 100, 200, 7, dtype)

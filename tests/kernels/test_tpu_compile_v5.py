@@ -6,7 +6,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
 from kernels_pallas.moba import sharded
-from tests.kernels.tpu_compilation import MILLION, cases_of, check_case
+from tests.kernels.tpu_compilation import MILLION, cases_of, check_case, check_mod
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 CASES = [
@@ -36,3 +36,10 @@ def test_gradients_of_keys_are_scattered():
     x = jax.ShapeDtypeStruct((2, 4096, 2, 128), F32, sharding=NamedSharding(axes.mesh, axes.row))
     text = jax.jit(axes.map(scatter, axes.row, axes.tokens)).lower(x).compile().as_text()
     assert "f32[2048,128]" in text and " reduce-scatter(" in text and " all-reduce(" not in text
+
+
+@pytest.mark.parametrize("generation", ("v5e", "v5p"))
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_mod_compiles(generation, dtype):
+    check_mod(generation, 2048, 2048, 256, dtype)
+    check_mod(generation, 100, 200, 7, dtype)

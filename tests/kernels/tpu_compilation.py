@@ -1,6 +1,7 @@
 """TPU kernels compiled, by libtpu, for each generation of TPU: no TPU is needed."""
 
 import os
+import re
 
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -15,7 +16,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kernels_pallas import moba
+from kernels_pallas import moba, mod
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 MILLION = 1 << 20
@@ -38,12 +39,17 @@ def cases_of(generations: tuple[str, ...]) -> list[tuple]:
     ]
 
 
-def compile_case(generation, T, N, K, H, block_size, top_k, dtype, documents):
-    """The forward and backward pass compiled for one chip."""
+def one_chip(generation: str) -> NamedSharding:
+    """Everything on a single chip of a generation."""
     devices = topologies.get_topology_desc(
         platform="tpu", topology_name=TOPOLOGIES[generation]
     ).devices
-    sharding = NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
+    return NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
+
+
+def compile_case(generation, T, N, K, H, block_size, top_k, dtype, documents):
+    """The forward and backward pass compiled for one chip."""
+    sharding = one_chip(generation)
 
     def both(q, k, v, do, segment_ids):
         def f(q, k, v):
@@ -76,3 +82,35 @@ def check_case(generation, T, N, K, H, block_size, top_k, dtype, documents):
     if T == MILLION:
         size = memory.argument_size_in_bytes + memory.output_size_in_bytes
         assert memory.temp_size_in_bytes < 2 * size
+
+
+def check_mod(generation, T, D, C, dtype):
+    """Rows in, and out normalised, with all gradients; nothing but the kernels touches x."""
+    sharding, B = one_chip(generation), 2
+
+    def combine(x, delta, gate, index, filled):
+        return mod.combine(x, delta, gate, index, filled, implementation="pallas_tpu")
+
+    def gradients(x, delta, gate, scale, index, filled):
+        def both(x, delta, gate, scale):
+            y = combine(x, delta, gate, index, filled)
+            rows = mod.dispatch(y, index, filled, norm_scale_D=scale, implementation="pallas_tpu")
+            return jnp.sum(rows.astype(jnp.float32) ** 2)
+
+        return jax.grad(both, (0, 1, 2, 3))(x, delta, gate, scale)
+
+    x, delta = (jax.ShapeDtypeStruct((B, length, D), dtype) for length in (T, C))
+    gate, index, filled = (
+        jax.ShapeDtypeStruct((B, C), kind) for kind in (jnp.float32, jnp.int32, bool)
+    )
+    scale = jax.ShapeDtypeStruct((D,), jnp.float32)
+    jitted = jax.jit(combine, in_shardings=sharding, out_shardings=sharding, donate_argnums=0)
+    executable = jitted.lower(x, delta, gate, index, filled).compile()
+    text, size = executable.as_text(), B * T * D * x.dtype.itemsize
+    assert executable.memory_analysis().alias_size_in_bytes >= size
+    if T % 8 == 0:  # XLA turns the axes of other arrays round.
+        assert executable.memory_analysis().temp_size_in_bytes < size / 8
+        assert not re.search(rf"\[{B},{T},{D}\]\S* copy", text)
+    jitted = jax.jit(gradients, in_shardings=sharding, out_shardings=sharding)
+    text = jitted.lower(x, delta, gate, scale, index, filled).compile().as_text()
+    assert "mod_combine" in text and "mod_dispatch" in text

@@ -1,0 +1,199 @@
+"""The rows of a Mixture-of-Depths block (Raposo et al. 2024, arXiv 2404.02258): out and back in."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kernels_pallas.mod import gpu, tpu, xla
+
+IMPLEMENTATIONS = ("xla", "pallas_tpu", "pallas_gpu")
+_PALLAS_DTYPES = (jnp.float32, jnp.bfloat16)
+
+
+def dispatch(
+    x_BTD: Array,
+    index_BC: Array,
+    filled_BC: Array,
+    *,
+    norm_scale_D: Array | None = None,
+    eps: float = 1e-6,
+    implementation: str | None = None,
+) -> Array:
+    """Gathers the chosen rows.
+
+    Args:
+      x_BTD: float.
+      index_BC: int32, positions of the chosen rows of each batch row, each once, in ascending
+        order.
+      filled_BC: bool, which slots hold one; the unfilled ones come last.
+      norm_scale_D: of an RMSNorm of the rows, computed in float32 as flax's nnx.RMSNorm with x's
+        dtype does; None: no norm.
+      eps: of the norm.
+      implementation: "xla"; "pallas_tpu", interpreted where there is no TPU; "pallas_gpu", likewise
+        for CUDA; None: see `default`.
+
+    Returns:
+      [B, C, D] in x's dtype; unfilled slots are zeros. Without a norm all implementations agree
+      bitwise.
+
+    Raises:
+      ValueError: shapes that disagree or are empty, an unknown implementation, or a dtype that it
+        does not take.
+    """
+    implementation = _implementation("dispatch", implementation, x_BTD)
+    _check_slots(x_BTD, index_BC, filled_BC)
+    if norm_scale_D is not None and norm_scale_D.shape != x_BTD.shape[2:]:
+        raise ValueError(f"norm_scale_D must be {x_BTD.shape[2:]}, got {norm_scale_D.shape}")
+    if implementation == "xla":
+        return xla.dispatch(x_BTD, index_BC, filled_BC, norm_scale_D, eps=eps)
+    static = implementation, float(eps), x_BTD.shape[1]
+    return _dispatch(static, x_BTD, norm_scale_D, index_BC, filled_BC)
+
+
+def combine(
+    x_BTD: Array,
+    delta_BCD: Array,
+    gate_BC: Array | None,
+    index_BC: Array,
+    filled_BC: Array,
+    *,
+    implementation: str | None = None,
+) -> Array:
+    """Adds gate * delta to the chosen rows; the others come back bitwise, whatever they hold.
+
+    The product is in float32 and rounded to x's dtype before it is added. Where x is donated, or
+    not used again, it is updated in place.
+
+    Args:
+      x_BTD: float.
+      delta_BCD: float; unfilled slots may hold anything.
+      gate_BC: float32, or None: 1.
+      index_BC, filled_BC, implementation: as for `dispatch`.
+
+    Returns:
+      [B, T, D] in x's dtype. All implementations agree bitwise, but that a compiler may contract
+      float32's product and sum: one rounding of the product.
+
+    Raises:
+      ValueError: as `dispatch`.
+    """
+    implementation = _implementation("combine", implementation, x_BTD)
+    _check_slots(x_BTD, index_BC, filled_BC)
+    slots = (*index_BC.shape, x_BTD.shape[2])
+    if delta_BCD.shape != slots:
+        raise ValueError(f"delta_BCD must be {slots}, got {delta_BCD.shape}")
+    if gate_BC is not None and gate_BC.shape != index_BC.shape:
+        raise ValueError(f"gate_BC must be {index_BC.shape}, got {gate_BC.shape}")
+    if implementation == "xla":
+        return xla.combine(x_BTD, delta_BCD, gate_BC, index_BC, filled_BC)
+    return _combine(implementation, x_BTD, delta_BCD, gate_BC, index_BC, filled_BC)
+
+
+def default(operation: str) -> str:
+    """The implementation of None: "xla" for either operation, on every platform.
+
+    MB that XLA's form and the TPU kernel move between HBM and the core, by benchmarks.mod_routing
+    (jax 0.10.2; B 8, T 2048, D 2048, C 256; the least is 17 and 25 in bfloat16, 34 and 50 in
+    float32):
+
+                      v5e        v5p        v6e        tpu7x
+    dispatch bf16     75 / 25    42 / 25    75 / 25     42 / 25
+    dispatch f32      34 / 34    67 / 34    34 / 34     67 / 34
+    combine bf16     143 / 42   143 / 42   143 / 42   143 / 42
+    combine f32      285 / 50   285 / 50   285 / 50   285 / 50
+
+    XLA gathers by row DMAs as well; it loses only where it passes over the rows once more to clear
+    unfilled slots, or brings all of x into VMEM first, so dispatch stays with it. Its scatter moves
+    all of x in and out, so on a TPU combine is better with "pallas_tpu". That is not the default
+    yet: a Pallas kernel within jit cannot be partitioned over devices by the compiler, and the
+    choice by platform would put all forms into every jaxpr.
+    """
+    del operation
+    return "xla"
+
+
+def _implementation(operation: str, implementation: str | None, x_BTD: Array) -> str:
+    if implementation is None:
+        return default(operation)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation {implementation!r} is none of {', '.join(map(repr, IMPLEMENTATIONS))}"
+        )
+    if implementation != "xla" and x_BTD.dtype not in _PALLAS_DTYPES:
+        raise ValueError(f"{implementation} takes float32 and bfloat16, got {x_BTD.dtype}")
+    return implementation
+
+
+def _check_slots(x_BTD, index_BC, filled_BC) -> None:
+    shapes = f"x {x_BTD.shape}, index {index_BC.shape}, filled {filled_BC.shape}"
+    if x_BTD.ndim != 3 or index_BC.ndim != 2 or index_BC.shape[0] != x_BTD.shape[0]:
+        raise ValueError(f"x must be [B, T, D] and index [B, C]: {shapes}")
+    if filled_BC.shape != index_BC.shape:
+        raise ValueError(f"index and filled must have the same shape: {shapes}")
+    if 0 in (*x_BTD.shape, *index_BC.shape):
+        raise ValueError(f"no axis may be empty: {shapes}")
+
+
+def _call(implementation: str, operation: str, *args, **options) -> Array:
+    """A kernel on its own platform, interpreted on any other."""
+    module, platform = {"pallas_tpu": (tpu, "tpu"), "pallas_gpu": (gpu, "cuda")}[implementation]
+    kernel = functools.partial(getattr(module, operation), **options)
+    compiled, interpreted = (functools.partial(kernel, interpret=i) for i in (False, True))
+    return lax.platform_dependent(*args, **{platform: compiled}, default=interpreted)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dispatch(static, x_BTD, norm_scale_D, index_BC, filled_BC):
+    implementation, eps, _ = static
+    return _call(implementation, "dispatch", x_BTD, index_BC, filled_BC, norm_scale_D, eps=eps)
+
+
+def _dispatch_forward(static, x_BTD, norm_scale_D, index_BC, filled_BC):
+    saved = None if norm_scale_D is None else (x_BTD, norm_scale_D)
+    return _dispatch(static, x_BTD, norm_scale_D, index_BC, filled_BC), (saved, index_BC, filled_BC)
+
+
+def _dispatch_backward(static, saved, dy_BCD):
+    implementation, eps, length = static
+    normed, index_BC, filled_BC = saved
+    d_scale = None
+    if normed is not None:
+        x_BTD, scale_D = normed
+        x_BCD = _dispatch(static, x_BTD, None, index_BC, filled_BC)
+        norm = functools.partial(xla.normalise, filled_BC=filled_BC, eps=eps)
+        dy_BCD, d_scale = jax.vjp(norm, x_BCD, scale_D)[1](dy_BCD)
+    zeros = jnp.zeros((dy_BCD.shape[0], length, dy_BCD.shape[2]), dy_BCD.dtype)
+    dx_BTD = _combine(implementation, zeros, dy_BCD, None, index_BC, filled_BC)
+    return dx_BTD, d_scale, None, None
+
+
+_dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine(implementation, x_BTD, delta_BCD, gate_BC, index_BC, filled_BC):
+    gate = jnp.ones(index_BC.shape, jnp.float32) if gate_BC is None else gate_BC
+    gate = gate.astype(jnp.float32)
+    return _call(implementation, "combine", x_BTD, delta_BCD, gate, index_BC, filled_BC)
+
+
+def _combine_forward(implementation, x_BTD, delta_BCD, gate_BC, index_BC, filled_BC):
+    out_BTD = _combine(implementation, x_BTD, delta_BCD, gate_BC, index_BC, filled_BC)
+    return out_BTD, (delta_BCD, gate_BC, index_BC, filled_BC)
+
+
+def _combine_backward(implementation, saved, dy_BTD):
+    delta_BCD, gate_BC, index_BC, filled_BC = saved
+    static = implementation, 0.0, dy_BTD.shape[1]
+    d_delta = _dispatch(static, dy_BTD, None, index_BC, filled_BC).astype(jnp.float32)
+    d_gate = None
+    if gate_BC is not None:
+        d_gate = jnp.sum(d_delta * delta_BCD.astype(jnp.float32), axis=-1)
+        d_gate = jnp.where(filled_BC, d_gate, 0).astype(gate_BC.dtype)
+        d_delta = gate_BC.astype(jnp.float32)[..., None] * d_delta
+    return dy_BTD, d_delta.astype(delta_BCD.dtype), d_gate, None, None
+
+
+_combine.defvjp(_combine_forward, _combine_backward)
