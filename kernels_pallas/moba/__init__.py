@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from kernels_pallas.moba import plan, reference, tpu, xla
+from kernels_pallas.moba import gpu, plan, reference, tpu, xla
 
-IMPLEMENTATIONS = ("reference", "xla", "pallas_tpu")
+IMPLEMENTATIONS = ("reference", "xla", "pallas_tpu", "pallas_gpu")
 _PALLAS_DTYPES = (jnp.float32, jnp.bfloat16)
+# Kernels and the platform that they are compiled for.
+_PALLAS = {"pallas_tpu": (tpu, "tpu"), "pallas_gpu": (gpu, "cuda")}
 
 
 def _check_blocks(block_size: int, top_k: int) -> None:
@@ -107,8 +109,8 @@ def moba_attention(
         selected and yields zeros, whatever its query, key and value hold.
       soft_cap: scores of attention become soft_cap * tanh(scores / soft_cap), after scale; a
         number.
-      implementation: "xla"; "pallas_tpu", interpreted where there is no TPU; "reference", a dense
-        mask for tests, with memory for T x T; None: "xla".
+      implementation: "xla"; "pallas_tpu" or "pallas_gpu" (NVIDIA), interpreted where there is no
+        such device; "reference", a dense mask for tests, with memory for T x T; None: "xla".
 
     Returns:
       [B, T, N, Hv] in query's dtype. Softmax and sums are in float32 at least.
@@ -146,8 +148,8 @@ def moba_attention(
         )
     else:
         dtype = jnp.result_type(q_BTNH, k_BTKH, v_BTKE)
-        if implementation == "pallas_tpu" and dtype not in _PALLAS_DTYPES:
-            raise ValueError(f"pallas_tpu takes float32 and bfloat16, got {dtype}")
+        if implementation in _PALLAS and dtype not in _PALLAS_DTYPES:
+            raise ValueError(f"{implementation} takes float32 and bfloat16, got {dtype}")
         q_BTNH, k_BTKH, v_BTKE = (x.astype(dtype) for x in (q_BTNH, k_BTKH, v_BTKE))
         call = plan.make_call(
             query.shape[1], block_size, top_k, segment_ids is None, scale, soft_cap
@@ -168,12 +170,14 @@ def _attend(implementation, call: plan.Call, q_BTNH, k_BTKH, v_BTKE, segment_ids
     return _attention(implementation, call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks)
 
 
-def _implementation(implementation, on_tpu, elsewhere, *args):
-    """Calls what the implementation asks for; TPU kernels are interpreted where there is no TPU."""
-    if implementation != "pallas_tpu":
-        return elsewhere(*args)
-    compiled, interpreted = (functools.partial(on_tpu, interpret=i) for i in (False, True))
-    return lax.platform_dependent(*args, tpu=compiled, default=interpreted)
+def _implementation(implementation, name, elsewhere, call, *args):
+    """Calls what the implementation asks for; kernels are interpreted on other platforms."""
+    if implementation not in _PALLAS:
+        return elsewhere(call, *args)
+    module, platform = _PALLAS[implementation]
+    kernels = functools.partial(getattr(module, name), call)
+    compiled, interpreted = (functools.partial(kernels, interpret=i) for i in (False, True))
+    return lax.platform_dependent(*args, **{platform: compiled}, default=interpreted)
 
 
 def _choose(implementation, call: plan.Call, q_BTNH, k_BTKH, blocks: plan.Blocks) -> jax.Array:
@@ -183,8 +187,9 @@ def _choose(implementation, call: plan.Call, q_BTNH, k_BTKH, blocks: plan.Blocks
     c_BKSH = plan.centroids(plan.cut_blocks(k_BKTH, blocks, call.block_size, call.aligned))
     return _implementation(
         implementation,
-        functools.partial(tpu.choose, call),
-        functools.partial(plan.choose, call),
+        "choose",
+        plan.choose,
+        call,
         q_BTNH,
         c_BKSH,
         blocks,
@@ -197,23 +202,12 @@ def _attention(implementation, call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks
 
 
 def _forward(implementation, call, *inputs):
-    o, top, inverse = _implementation(
-        implementation,
-        functools.partial(tpu.forward, call),
-        functools.partial(xla.forward, call),
-        *inputs,
-    )
+    o, top, inverse = _implementation(implementation, "forward", xla.forward, call, *inputs)
     return o, (*inputs, o, top, inverse)
 
 
 def _backward(implementation, call, saved, do_BTNE):
-    dq, dk, dv = _implementation(
-        implementation,
-        functools.partial(tpu.backward, call),
-        functools.partial(xla.backward, call),
-        *saved,
-        do_BTNE,
-    )
+    dq, dk, dv = _implementation(implementation, "backward", xla.backward, call, *saved, do_BTNE)
     return dq, dk.astype(saved[1].dtype), dv.astype(saved[2].dtype), None, None
 
 
