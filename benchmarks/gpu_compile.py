@@ -2,13 +2,13 @@
 
 python -m benchmarks.gpu_compile [--gpu h200 --gpu a100 --gpu rtx4090] [--case NAME] [--json FILE]
 
-Needs `pip install "jax[cuda13]"` (about 3 GB). Each case is the choice, the forward and the backward
-pass in one program; its line gives the temporary memory, the bytes of arguments and results, how
-long the compiler took, and the most registers and spilled bytes of any kernel, as ptxas reports
-them. Ends with status 1 if a case does not compile or a kernel spills registers.
+Needs `pip install "jax[cuda13]"` (about 3 GB). Each case is the choice, the forward and the
+backward pass in one program; its line gives the temporary memory, the bytes of arguments and
+results, how long the compiler took, and the most registers and spilled bytes of any kernel, as
+ptxas reports them. Ends with status 1 if a case does not compile or a kernel spills registers.
 
-The sort of pairs is left out: for a GPU that is not here XLA does not take CUB's, but compiles one of
-its own for minutes.
+The sort of pairs is left out: for a GPU that is not here XLA cannot take the one that it takes
+there, and compiles a slow one instead.
 """
 
 import argparse
@@ -176,7 +176,8 @@ def main() -> int:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
         os.environ["XLA_FLAGS"] = (
-            f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_gpu_dump_llvmir=true --xla_dump_emitter_re=ptx"
+            f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} "
+            "--xla_gpu_dump_llvmir=true --xla_dump_emitter_re=ptx"
         )
         print(
             f"{'GPU':<9}{'case':<31}{'temp MiB':>9}{'io MiB':>8}{'seconds':>8}"

@@ -196,7 +196,8 @@ def other_bundles(generation: str, window: int, choices: int) -> dict[str, int]:
     options = {"W": window, "reach": 1, "soft_cap": None, "interpret": False}
 
     def choose(*args):
-        return tpu_choose.choose(*args, choices=choices, tile=512, interpret=False)
+        call = plan.make_call(T, T // S, choices + 1, aligned=True)
+        return tpu_choose.choose(call, *args, tile=512, interpret=False)
 
     def forward(*args):
         return tpu_interval.forward(*args, **options)

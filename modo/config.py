@@ -134,6 +134,11 @@ class MobaConfig:
     Attributes:
       block_size: keys a block.
       top_k: blocks a query attends to, its own included.
+      sink_blocks, window_blocks: of those, so many are a document's first, and the last before the
+        query's own, whatever their scores. Where they and the own block are all, attention is to
+        a sliding window of blocks with sinks, and nothing is scored.
+      key_convolution: keys that each key is convolved with, its own included (FlashMoBA, arXiv
+        2511.11571, has 3 and 5); None: none.
       last_full: this many of the last blocks use full attention (the paper's layer hybrid).
       layers: the blocks that use MoBA by number; None: all but the last `last_full`.
       implementation: of `modo.moba_attention`; None picks by platform.
@@ -141,15 +146,24 @@ class MobaConfig:
 
     block_size: int = 512
     top_k: int = 3
+    sink_blocks: int = 0
+    window_blocks: int = 0
+    key_convolution: int | None = None
     last_full: int = 0
     layers: tuple[int, ...] | None = None
     implementation: Literal["reference", "xla", "pallas_tpu", "pallas_gpu"] | None = None
 
     def __post_init__(self):
         _check_types(self)
-        _require_at_least(self, 1, "block_size", "top_k")
+        _require_at_least(self, 1, "block_size", "top_k", "key_convolution")
         _require_int32(self, "block_size", "top_k")
-        _require_at_least(self, 0, "last_full")
+        _require_at_least(self, 0, "last_full", "sink_blocks", "window_blocks")
+        _require(
+            self.sink_blocks + self.window_blocks < self.top_k,
+            f"MobaConfig.sink_blocks {self.sink_blocks} + window_blocks {self.window_blocks} are "
+            f"more than the {self.top_k - 1} blocks that top_k {self.top_k} leaves beside a "
+            "query's own",
+        )
         _require_layers(self)
 
 

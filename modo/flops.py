@@ -75,6 +75,8 @@ def _block(config: ModelConfig, moba: bool, batch: int, length: int, segments: b
             head_width=width,
             block_size=config.moba.block_size,
             top_k=config.moba.top_k,
+            sink_blocks=config.moba.sink_blocks,
+            window_blocks=config.moba.window_blocks,
             segments=segments,
         )
         return count + _Count(forward, both - forward)
@@ -129,6 +131,9 @@ def parameter_count(config: ModelConfig) -> int:
     block = 2 * d_model * width * (config.num_heads + config.kv_heads)
     block += 3 * d_model * config.ff_width + 2 * d_model + (2 * width if config.qk_norm else 0)
     count = config.num_layers * block + d_model
+    if config.moba is not None and config.moba.key_convolution is not None:
+        taps = config.moba.key_convolution * config.kv_heads * width
+        count += len(config.moba_layers) * taps
     count += config.vocab_size * d_model * (1 if config.tied_embeddings else 2)
     if config.depth is not None:
         hidden = _predictor_width(config)

@@ -30,6 +30,12 @@ MODELS = {
     "moba_long_rows": dataclasses.replace(
         BASE, moba=MobaConfig(block_size=8, top_k=3, last_full=1)
     ),
+    "fixed_gate": dataclasses.replace(
+        BASE,
+        moba=MobaConfig(
+            block_size=4, top_k=3, sink_blocks=1, window_blocks=1, key_convolution=3, last_full=1
+        ),
+    ),
     "both": dataclasses.replace(BASE, depth=DEPTH, moba=MOBA, num_kv_heads=2),
     "capped": dataclasses.replace(
         BASE, depth=DEPTH, attention_soft_cap=5.0, logit_soft_cap=9.0, qk_norm=True

@@ -10,11 +10,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from kernels_pallas.moba import gpu, plan, reference, tpu, xla
+from kernels_pallas.platform import Kernel, by_platform, call_kernel
 
-IMPLEMENTATIONS = ("reference", "xla", "pallas_tpu", "pallas_gpu")
+# Implementations that are kernels: their platform and module.
+_KERNELS = {"pallas_tpu": ("tpu", tpu), "pallas_gpu": ("cuda", gpu)}
+IMPLEMENTATIONS = ("reference", "xla", *_KERNELS)
 _PALLAS_DTYPES = (jnp.float32, jnp.bfloat16)
-# Kernels and the platform that they are compiled for.
-_PALLAS = {"pallas_tpu": (tpu, "tpu"), "pallas_gpu": (gpu, "cuda")}
 
 
 def _check_blocks(block_size: int, top_k: int) -> None:
@@ -27,6 +28,21 @@ def _check_blocks(block_size: int, top_k: int) -> None:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
     if top_k < 1:
         raise ValueError(f"top_k counts a query's own block, so it must be at least 1, got {top_k}")
+
+
+def _check_fixed(top_k: int, sink_blocks: int, window_blocks: int) -> None:
+    for name, value in (("sink_blocks", sink_blocks), ("window_blocks", window_blocks)):
+        try:
+            negative = operator.index(value) < 0
+        except TypeError:
+            negative = True
+        if negative:
+            raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+    if sink_blocks + window_blocks > top_k - 1:
+        raise ValueError(
+            f"sink_blocks {sink_blocks} + window_blocks {window_blocks} are more than the "
+            f"{top_k - 1} blocks that top_k {top_k} leaves beside a query's own"
+        )
 
 
 def _check_numbers(scale: float, soft_cap: float | None) -> None:
@@ -84,6 +100,8 @@ def moba_attention(
     scale: float | None = None,
     segment_ids: jax.Array | None = None,
     soft_cap: float | None = None,
+    sink_blocks: int = 0,
+    window_blocks: int = 0,
     implementation: str | None = None,
 ) -> jax.Array:
     """Causal attention to a query's own block of keys and to its best few earlier blocks.
@@ -109,14 +127,22 @@ def moba_attention(
         selected and yields zeros, whatever its query, key and value hold.
       soft_cap: scores of attention become soft_cap * tanh(scores / soft_cap), after scale; a
         number.
+      sink_blocks: of the top_k - 1 chosen blocks, so many are the first of the query's document,
+        whatever their scores.
+      window_blocks: so many are the last before the query's own. With sink_blocks +
+        window_blocks = top_k - 1 nothing is scored: attention to a sliding window of blocks, with
+        sinks (the paper's section 2.2 has both as fixed gates).
       implementation: "xla"; "pallas_tpu" or "pallas_gpu" (NVIDIA), interpreted where there is no
-        such device; "reference", a dense mask for tests, with memory for T x T; None: "xla".
+        such device; "reference", a dense mask for tests, with memory for T x T; None: the kernels
+        of the platform that the code is lowered for where it has some, in float32 and bfloat16, and
+        "xla" elsewhere and where the compiler cuts the program over devices by itself.
 
     Returns:
       [B, T, N, Hv] in query's dtype. Softmax and sums are in float32 at least.
 
     Raises:
-      ValueError: block_size or top_k below 1 or no integer, scale or soft_cap not finite, soft_cap
+      ValueError: block_size or top_k below 1 or no integer, more sink_blocks and window_blocks
+        than top_k leaves, scale or soft_cap not finite, soft_cap
         not positive, shapes that disagree or are empty, an unknown implementation, or a dtype that
         it does not take.
 
@@ -125,6 +151,7 @@ def moba_attention(
       Eq. 2 to 8 and Algorithm 1.
     """
     _check_blocks(block_size, top_k)
+    _check_fixed(top_k, sink_blocks, window_blocks)
     _check_shapes(query, key, value, segment_ids)
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
@@ -145,14 +172,25 @@ def moba_attention(
             scale=scale,
             segment_ids_BT=segment_ids,
             soft_cap=soft_cap,
+            sinks=sink_blocks,
+            window=window_blocks,
         )
     else:
         dtype = jnp.result_type(q_BTNH, k_BTKH, v_BTKE)
-        if implementation in _PALLAS and dtype not in _PALLAS_DTYPES:
-            raise ValueError(f"{implementation} takes float32 and bfloat16, got {dtype}")
+        if dtype not in _PALLAS_DTYPES:
+            if implementation in _KERNELS:
+                raise ValueError(f"{implementation} takes float32 and bfloat16, got {dtype}")
+            implementation = "xla"
         q_BTNH, k_BTKH, v_BTKE = (x.astype(dtype) for x in (q_BTNH, k_BTKH, v_BTKE))
         call = plan.make_call(
-            query.shape[1], block_size, top_k, segment_ids is None, scale, soft_cap
+            query.shape[1],
+            block_size,
+            top_k,
+            segment_ids is None,
+            scale,
+            soft_cap,
+            sinks=sink_blocks,
+            window=window_blocks,
         )
         out = _attend(implementation, call, q_BTNH, k_BTKH, v_BTKE, segment_ids)
     return _without_padding(out.astype(query.dtype), segment_ids)
@@ -170,30 +208,36 @@ def _attend(implementation, call: plan.Call, q_BTNH, k_BTKH, v_BTKE, segment_ids
     return _attention(implementation, call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks)
 
 
-def _implementation(implementation, name, elsewhere, call, *args):
-    """Calls what the implementation asks for; kernels are interpreted on other platforms."""
-    if implementation not in _PALLAS:
-        return elsewhere(call, *args)
-    module, platform = _PALLAS[implementation]
-    kernels = functools.partial(getattr(module, name), call)
-    compiled, interpreted = (functools.partial(kernels, interpret=i) for i in (False, True))
-    return lax.platform_dependent(*args, **{platform: compiled}, default=interpreted)
+def _run(implementation, name: str, call: plan.Call, out_shapes, *args):
+    """What the implementation's function `name` makes of the arguments."""
+    in_xla = functools.partial(getattr(plan if name == "choose" else xla, name), call)
+    if implementation == "xla":
+        return in_xla(*args)
+    if implementation is None:
+        kernels = {
+            platform: Kernel(getattr(module, name), call) for platform, module in _KERNELS.values()
+        }
+        return by_platform(kernels, in_xla, out_shapes, *args)
+    platform, module = _KERNELS[implementation]
+    compiled, interpreted = (
+        functools.partial(
+            call_kernel, Kernel(getattr(module, name), call, interpret), None, out_shapes
+        )
+        for interpret in (False, True)
+    )
+    return lax.platform_dependent(*args, default=interpreted, **{platform: compiled})
 
 
 def _choose(implementation, call: plan.Call, q_BTNH, k_BTKH, blocks: plan.Blocks) -> jax.Array:
     """Numbers of the chosen blocks, [B, N, J, T]; -1 where there are no more."""
+    if call.fixed:
+        return plan.fixed_choice(call, q_BTNH.shape[0], q_BTNH.shape[2], blocks)
     q_BTNH, k_BTKH = lax.stop_gradient((q_BTNH, k_BTKH))
     k_BKTH = jnp.swapaxes(k_BTKH, 1, 2)
     c_BKSH = plan.centroids(plan.cut_blocks(k_BKTH, blocks, call.block_size, call.aligned))
-    return _implementation(
-        implementation,
-        "choose",
-        plan.choose,
-        call,
-        q_BTNH,
-        c_BKSH,
-        blocks,
-    )
+    B, T, N, _ = q_BTNH.shape
+    chosen = jax.ShapeDtypeStruct((B, N, call.choices, T), jnp.int32)
+    return _run(implementation, "choose", call, chosen, q_BTNH, c_BKSH, blocks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -202,13 +246,22 @@ def _attention(implementation, call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks
 
 
 def _forward(implementation, call, *inputs):
-    o, top, inverse = _implementation(implementation, "forward", xla.forward, call, *inputs)
+    q_BTNH, _, v_BTKE, *_ = inputs
+    B, T, N, _ = q_BTNH.shape
+    stat = jax.ShapeDtypeStruct((B, N, T), jnp.promote_types(q_BTNH.dtype, jnp.float32))
+    out = jax.ShapeDtypeStruct((B, T, N, v_BTKE.shape[3]), q_BTNH.dtype)
+    o, top, inverse = _run(implementation, "forward", call, (out, stat, stat), *inputs)
     return o, (*inputs, o, top, inverse)
 
 
 def _backward(implementation, call, saved, do_BTNE):
-    dq, dk, dv = _implementation(implementation, "backward", xla.backward, call, *saved, do_BTNE)
-    return dq, dk.astype(saved[1].dtype), dv.astype(saved[2].dtype), None, None
+    q, k, v, *_ = saved
+    dq = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    dk, dv = (
+        jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in (k, v)
+    )
+    dq, dk, dv = _run(implementation, "backward", call, (dq, dk, dv), *saved, do_BTNE)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 
 _attention.defvjp(_forward, _backward)
@@ -221,6 +274,8 @@ def choose_blocks(
     block_size: int,
     top_k: int,
     segment_ids: jax.Array | None = None,
+    sink_blocks: int = 0,
+    window_blocks: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """The earlier blocks that `moba_attention` attends to, for pictures and statistics.
 
@@ -235,11 +290,20 @@ def choose_blocks(
       ValueError: block_size or top_k below 1, or shapes that disagree.
     """
     _check_blocks(block_size, top_k)
+    _check_fixed(top_k, sink_blocks, window_blocks)
     _check_shapes(query, key, key, segment_ids)
     B, T, N, _ = query.shape
     J = top_k - 1
     block_size, top_k = min(block_size, T), min(top_k, T)
-    call = plan.make_call(T, block_size, top_k, segment_ids is None, path="grouped")
+    call = plan.make_call(
+        T,
+        block_size,
+        top_k,
+        segment_ids is None,
+        path="grouped",
+        sinks=sink_blocks,
+        window=window_blocks,
+    )
     if call.choices == 0:
         return jnp.zeros((B, T, N, J), jnp.int32), jnp.zeros((B, T, N, J), bool)
     query, key = (_without_padding(x, segment_ids) for x in (query, key))
@@ -264,6 +328,8 @@ def dot_flops(
     value_width: int | None = None,
     block_size: int,
     top_k: int,
+    sink_blocks: int = 0,
+    window_blocks: int = 0,
     segments: bool = False,
 ) -> tuple[int, int]:
     """FLOPs of the matrix products that implementation "xla" executes, 2 M N K each.
@@ -273,7 +339,7 @@ def dot_flops(
     Args:
       batch, length, heads, kv_heads, head_width, value_width: B, T, N, K, H and Hv of
         `moba_attention`; value_width None: head_width.
-      block_size, top_k: as for `moba_attention`.
+      block_size, top_k, sink_blocks, window_blocks: as for `moba_attention`.
       segments: whether segment_ids are given.
 
     Returns:
@@ -283,6 +349,7 @@ def dot_flops(
       ValueError: sizes that are not positive, or kv_heads that do not divide heads.
     """
     _check_blocks(block_size, top_k)
+    _check_fixed(top_k, sink_blocks, window_blocks)
     value_width = head_width if value_width is None else value_width
     shape = (batch, length, heads, kv_heads, head_width, value_width)
     if min(shape) < 1 or heads % kv_heads:
@@ -299,6 +366,8 @@ def dot_flops(
         "key_width": head_width,
         "value_width": value_width,
     }
-    call = plan.make_call(length, block_size, top_k, not segments)
+    call = plan.make_call(
+        length, block_size, top_k, not segments, sinks=sink_blocks, window=window_blocks
+    )
     forward, backward = xla.layout_flops(xla.make_layout(call, **sizes), **sizes)
     return forward, forward + backward

@@ -125,33 +125,51 @@ def _dot(x, y, dimensions):
 
 @dataclasses.dataclass(frozen=True)
 class _Scores:
-    """From products of queries and keys to scores to base 2."""
+    """From products of queries and keys to powers of their scores.
+
+    A score is kept as the product itself, or its tanh under a soft cap, and multiplied by `unit`
+    only after the largest is subtracted: large scores lose nothing by it.
+    """
 
     scale: float
     soft_cap: float | None
 
-    def bounded(self, q):
-        """Queries so far from overflow that no score overflows; keys come bounded."""
-        limit = float(jnp.finfo(q.dtype).max)
-        if q.dtype != jnp.float16:
-            limit = 2.0 ** (jnp.finfo(q.dtype).maxexp // 2 - 5) / max(1.0, 2 * abs(self.scale))
-        return jnp.clip(q, -limit, limit)
+    @property
+    def factor(self) -> float:
+        """The size of the scale; its sign, and 0, are in the queries."""
+        return abs(self.scale) or 1.0
+
+    @property
+    def unit(self) -> float:
+        """What makes a logarithm to base 2 of a score."""
+        return LOG2_E * (self.factor if self.soft_cap is None else self.soft_cap)
+
+    def queries(self, q):
+        """So far from overflow that no product overflows with bounded keys."""
+        q = plan.bounded(q)
+        if self.scale > 0:
+            return q
+        return -q if self.scale else jnp.zeros_like(q)
 
     def __call__(self, product):
-        """Scores, and their slope over `scale` (None: 1)."""
+        """Scores, and their slope (None: 1)."""
         if self.soft_cap is None:
-            return product * (self.scale * LOG2_E), None
-        tanh = jnp.tanh(product * (self.scale / self.soft_cap))
-        return (self.soft_cap * LOG2_E) * tanh, 1 - tanh * tanh
+            return product, None
+        tanh = jnp.tanh(product * (self.factor / self.soft_cap))
+        return tanh, 1 - tanh * tanh
+
+    def power(self, s, top):
+        """exp of a score less the largest."""
+        return jnp.exp2((s - top) * self.unit)
 
 
 class _Part(NamedTuple):
     """Attention of some rows to some of their keys.
 
     Attributes:
-      o: sum of exp2(score - top) times value, [rows, E].
+      o: sum of powers of scores times value, [rows, E].
       top: largest score, [rows]; the lowest finite number where there are no keys.
-      total: sum of exp2(score - top), [rows].
+      total: sum of powers of scores, [rows].
     """
 
     o: jax.Array
@@ -163,18 +181,18 @@ class _Part(NamedTuple):
         zeros = jnp.zeros((rows,), jnp.float32)
         return cls(jnp.zeros((rows, width), jnp.float32), zeros + _LOWEST, zeros)
 
-    def attend(self, s, v):
+    def attend(self, s, v, scores: _Scores):
         """With more keys: their scores [rows, keys], -inf where masked, and values."""
         top = jnp.maximum(self.top, jnp.max(s, axis=1))
-        p = jnp.exp2(s - top[:, None])
-        fade = jnp.exp2(self.top - top)
+        p = scores.power(s, top[:, None])
+        fade = scores.power(self.top, top)
         o = self.o * fade[:, None] + _dot(p.astype(v.dtype), v, NN)
         return _Part(o, top, self.total * fade + jnp.sum(p, axis=1))
 
-    def join(self, o, its_top, its_total):
+    def join(self, o, its_top, its_total, scores: _Scores):
         """With a normalised output over other keys."""
         top = jnp.maximum(self.top, its_top)
-        fade, weight = jnp.exp2(self.top - top), its_total * jnp.exp2(its_top - top)
+        fade, weight = scores.power(self.top, top), its_total * scores.power(its_top, top)
         return _Part(
             self.o * fade[:, None] + o.astype(jnp.float32) * weight[:, None],
             top,
@@ -193,7 +211,7 @@ class Rows(NamedTuple):
     Attributes:
       q, do: queries, and gradients of their outputs.
       top: largest score.
-      inverse: 1 / sum of exp2(score - top).
+      inverse: 1 / sum of powers of scores.
       delta: inner product of the output and its gradient.
     """
 
@@ -207,7 +225,7 @@ class Rows(NamedTuple):
         """Some of the rows; where the mask is false, rows that give no gradient to any other."""
         stats = (_load(ref, row, mask, 0.0) for ref in (self.top, self.inverse, self.delta))
         q, do = (_load_rows(ref, row, mask) for ref in (self.q, self.do))
-        return Rows(scores.bounded(q), do, *stats)
+        return Rows(scores.queries(q), do, *stats)
 
 
 def _query_gradient(rows: Rows, k, v, mask, scores: _Scores):
@@ -215,7 +233,7 @@ def _query_gradient(rows: Rows, k, v, mask, scores: _Scores):
     s, slope = scores(_dot(rows.q, k, NT))
     if mask is not None:
         s = jnp.where(mask, s, -jnp.inf)
-    p = jnp.exp2(s - rows.top[:, None]) * rows.inverse[:, None]
+    p = scores.power(s, rows.top[:, None]) * rows.inverse[:, None]
     ds = p * (_dot(rows.do, v, NT) - rows.delta[:, None])
     if slope is not None:
         ds = ds * slope
@@ -223,11 +241,11 @@ def _query_gradient(rows: Rows, k, v, mask, scores: _Scores):
 
 
 def _key_gradients(rows: Rows, k, v, mask, scores: _Scores):
-    """Of keys, over `scale`, and of values, from these rows. mask: [keys, rows] or None."""
+    """Of keys, over `factor`, and of values, from these rows. mask: [keys, rows] or None."""
     s, slope = scores(_dot(k, rows.q, NT))
     if mask is not None:
         s = jnp.where(mask, s, -jnp.inf)
-    p = jnp.exp2(s - rows.top[None]) * rows.inverse[None]
+    p = scores.power(s, rows.top[None]) * rows.inverse[None]
     ds = p * (_dot(v, rows.do, NT) - rows.delta[None])
     if slope is not None:
         ds = ds * slope
@@ -321,7 +339,7 @@ def _tiles_forward_kernel(
     def _():
         slot = z * U + jnp.arange(U, dtype=jnp.int32)
         row = row_ref[pl.ds(z * U, U)]
-        q = scores.bounded(_load_rows(q_ref, row, row >= 0))
+        q = scores.queries(_load_rows(q_ref, row, row >= 0))
         first = key_ref[z]
 
         def step(i, part):
@@ -330,7 +348,7 @@ def _tiles_forward_kernel(
             s, _ = scores(_dot(q, k, NT))
             if inside is not None:
                 s = jnp.where(inside[None], s, -jnp.inf)
-            return part.attend(s, v)
+            return part.attend(s, v, scores)
 
         part = lax.fori_loop(0, pl.cdiv(M, L), step, _Part.empty(U, _padded(v_ref.shape[1])))
         _store_rows(o_ref, slot, part.normalised()[0])
@@ -339,7 +357,7 @@ def _tiles_forward_kernel(
 
 
 def tiles_forward(tables: Tables, q_RH, k_YH, v_YE, *, tile, M, K, scores, interpret):
-    """Attention of every pair: o_VE, the largest score and the sum of exp2(score - it).
+    """Attention of every pair: o_VE, the largest score and the sum of powers of scores.
 
     Tiles without a pair hold rubbish.
     """
@@ -415,7 +433,7 @@ def _tiles_dkv_kernel(
 
         dk, dv = (jnp.zeros((L, x.shape[1]), jnp.float32) for x in (k, v))
         dk, dv = lax.fori_loop(first, end, step, (dk, dv))
-        _store_rows(dk_ref, key, _load_rows(dk_in, key, inside) + dk * scores.scale, inside)
+        _store_rows(dk_ref, key, _load_rows(dk_in, key, inside) + dk * scores.factor, inside)
         _store_rows(dv_ref, key, _load_rows(dv_in, key, inside) + dv, inside)
 
 
@@ -519,7 +537,7 @@ def _interval_forward_kernel(
     o_ref, top_ref, inverse_ref, *, W, L, shape, scores,
 ):  # fmt: skip
     tile = _QueryTile.of_program(shape, start_ref, low_ref, W, L)
-    q = scores.bounded(_load_rows(q_ref, tile.row, tile.inside))
+    q = scores.queries(_load_rows(q_ref, tile.row, tile.inside))
 
     def add(j, part):
         slot_ref, its_o_ref, its_top_ref, its_total_ref = pair_refs
@@ -528,13 +546,14 @@ def _interval_forward_kernel(
             _load_rows(its_o_ref, slot, valid),
             _load(its_top_ref, slot, valid, _LOWEST),
             _load(its_total_ref, slot, valid, 0.0),
+            scores,
         )
 
     def step(i, part):
         key, there, mask = tile.keys(shape, i, L)
         k, v = (_load_rows(ref, key, there) for ref in (k_ref, v_ref))
         s, _ = scores(_dot(q, k, NT))
-        return part.attend(jnp.where(mask, s, -jnp.inf), v)
+        return part.attend(jnp.where(mask, s, -jnp.inf), v, scores)
 
     part = _Part.empty(W, _padded(v_ref.shape[1]))
     if shape.choices:
@@ -647,7 +666,7 @@ def _interval_dkv_kernel(
 
     dk, dv = (jnp.zeros((L, x.shape[1]), jnp.float32) for x in (k, v))
     dk, dv = lax.fori_loop(0, steps * G, step, (dk, dv))
-    _store_rows(dk_ref, key, dk * scores.scale, there)
+    _store_rows(dk_ref, key, dk * scores.factor, there)
     _store_rows(dv_ref, key, dv, there)
 
 
@@ -703,7 +722,7 @@ def _make_shape(call, layout: Layout, q_BTNH, K: int, blocks) -> _Shape:
 
 
 def forward(call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, *, interpret: bool):
-    """Attention, and of each query the largest score to base 2 and 1 / sum of exp2(score - it).
+    """Attention, and of each query the largest score and 1 / the sum of powers of its scores.
 
     Returns:
       o_BTNE in the dtype of queries, top_BNT, inverse_BNT float32.
@@ -793,7 +812,7 @@ def _split(c_SH, dtype):
     return (*parts, c_SH.astype(dtype))
 
 
-def _choose_kernel(first_ref, end_ref, q_ref, c_refs, out_ref, *, U, C, S, choices, shape):
+def _choose_kernel(first_ref, end_ref, q_ref, c_refs, out_ref, *, U, C, S, call, shape):
     """The best few so far are in no order; the worst of them makes way for a better block."""
     x = pl.program_id(0)
     b, n = lax.div(x, shape.N), lax.rem(x, shape.N)
@@ -802,7 +821,7 @@ def _choose_kernel(first_ref, end_ref, q_ref, c_refs, out_ref, *, U, C, S, choic
     q = _load_rows(q_ref, (b * shape.T + t) * shape.N + n, inside)
     first, end = (_load(ref, shape.low_row(b) + t, inside, 0) for ref in (first_ref, end_ref))
     base = (b * shape.K + lax.div(n, shape.N // shape.K)) * S
-    places = pl.next_power_of_2(choices)
+    places = pl.next_power_of_2(call.choices)
     place = jnp.arange(places, dtype=jnp.int32)[None]
     nothing = jnp.iinfo(jnp.int32).max
 
@@ -821,6 +840,9 @@ def _choose_kernel(first_ref, end_ref, q_ref, c_refs, out_ref, *, U, C, S, choic
         limit = float(jnp.finfo(jnp.float32).max)
         score = jnp.where(score != score, -limit, jnp.clip(score, -limit, limit))
         allowed = (number[None] >= first[:, None]) & (number[None] < end[:, None])
+        if call.sinks or call.window:
+            must = plan.forced(call, number[None], first[:, None], end[:, None])
+            score = jnp.where(must, jnp.inf, score)
         score = jnp.where(allowed, score, -jnp.inf)
 
         def better(state):
@@ -841,22 +863,22 @@ def _choose_kernel(first_ref, end_ref, q_ref, c_refs, out_ref, *, U, C, S, choic
 
     # Empty places have numbers of their own, so that one makes way at a time; places that are no
     # choices hold what no score is better than.
-    best = jnp.full((U, places), jnp.where(place < choices, -jnp.inf, jnp.inf), jnp.float32)
+    best = jnp.full((U, places), jnp.where(place < call.choices, -jnp.inf, jnp.inf), jnp.float32)
     index = jnp.zeros((U, places), jnp.int32) + (S + place)
     begin = jnp.min(jnp.where(end > first, first, S))
     steps_end = lax.div(jnp.max(end) + (C - 1), C)
     held = (best, index, *worst_of(best, index))
     best, index, *_ = lax.fori_loop(lax.div(begin, C), steps_end, chunk, held)
-    best = jnp.where(place < choices, best, -jnp.inf)
+    best = jnp.where(place < call.choices, best, -jnp.inf)
 
     def put(j, best):
         value = jnp.max(best, axis=1)
         number = jnp.min(jnp.where(best == value[:, None], index, nothing), axis=1)
-        row = (x * choices + j) * shape.T + t
+        row = (x * call.choices + j) * shape.T + t
         plgpu.store(out_ref.at[row], jnp.where(value == -jnp.inf, -1, number), mask=inside)
         return jnp.where(index == number[:, None], -jnp.inf, best)
 
-    lax.fori_loop(0, choices, put, best)
+    lax.fori_loop(0, call.choices, put, best)
 
 
 def choose(call: plan.Call, q_BTNH, c_BKSH, blocks: plan.Blocks, *, interpret: bool):
@@ -866,7 +888,7 @@ def choose(call: plan.Call, q_BTNH, c_BKSH, blocks: plan.Blocks, *, interpret: b
     sizes = _sizes("choose", H, q_BTNH.dtype)
     shape = _Shape(B, T, N, K, N, J, blocks.own_BT.shape[0])
     return _call(
-        functools.partial(_choose_kernel, U=sizes.rows, C=sizes.keys, S=S, choices=J, shape=shape),
+        functools.partial(_choose_kernel, U=sizes.rows, C=sizes.keys, S=S, call=call, shape=shape),
         f"moba_choose_{J}_of_{S}",
         (B * N, pl.cdiv(T, sizes.rows)),
         [jax.ShapeDtypeStruct((B * N * J * T,), jnp.int32)],

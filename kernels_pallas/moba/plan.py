@@ -32,6 +32,8 @@ class Call:
       scale: multiplies the scores of attention.
       soft_cap: of the scores of attention.
       path: of implementation "xla"; None: the cheaper.
+      sinks, window: of the choices, so many are a document's first blocks, and the last blocks
+        before the query's own, whatever their scores.
     """
 
     block_size: int
@@ -42,15 +44,34 @@ class Call:
     scale: float
     soft_cap: float | None
     path: Literal["dense", "grouped"] | None = None
+    sinks: int = 0
+    window: int = 0
+
+    @property
+    def fixed(self) -> bool:
+        """Whether no choice depends on a score."""
+        return self.sinks + self.window == self.choices
 
 
-def make_call(length, block_size, top_k, aligned, scale=1.0, soft_cap=None, path=None) -> Call:
+def make_call(
+    length, block_size, top_k, aligned, scale=1.0, soft_cap=None, path=None, sinks=0, window=0
+) -> Call:
     """The static part of a call of `moba_attention` with checked arguments."""
     candidates = num_candidates(length, block_size)
     everything = top_k - 1 >= candidates
     choices = 0 if everything and path != "grouped" else min(top_k - 1, candidates)
+    sinks = min(sinks, choices)
     return Call(
-        block_size, candidates, choices, everything and not choices, aligned, scale, soft_cap, path
+        block_size,
+        candidates,
+        choices,
+        everything and not choices,
+        aligned,
+        scale,
+        soft_cap,
+        path,
+        sinks,
+        min(window, choices - sinks),
     )
 
 
@@ -178,6 +199,23 @@ def gate_scores(c_BKSH: jax.Array, q_BKGTH: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(score), -limit, jnp.clip(score, -limit, limit))
 
 
+def forced(call: Call, number, first, end):
+    """Whether a candidate is chosen whatever its score; first <= number < end holds."""
+    return (number < first + call.sinks) | (number >= end - call.window)
+
+
+def fixed_choice(call: Call, batch: int, heads: int, blocks: Blocks) -> jax.Array:
+    """What `choose` returns where no choice depends on a score, int32 [B, N, J, T]."""
+    first_BJT, end_BJT = blocks.first_BT[:, None], blocks.end_BT[:, None]
+    j_J1 = jnp.arange(call.choices, dtype=jnp.int32)[:, None]
+    # The last ones, unless they are the sinks or there are too few.
+    late_BJT = jnp.maximum(end_BJT - call.choices, first_BJT) + j_J1
+    number_BJT = jnp.where(j_J1 < call.sinks, first_BJT + j_J1, late_BJT)
+    number_BJT = jnp.where(number_BJT < end_BJT, number_BJT, -1)
+    _, J, T = number_BJT.shape
+    return jnp.broadcast_to(number_BJT[:, None], (batch, heads, J, T))
+
+
 def choice_chunk(batch: int, heads: int, length: int, blocks: int) -> int:
     """Queries that choose at once."""
     chunk = max(_MIN_CHUNK, _CHOICE_ELEMENTS // (batch * heads * blocks))
@@ -220,6 +258,10 @@ def choose(call: Call, q_BTNH: jax.Array, c_BKSH: jax.Array, blocks: Blocks) -> 
             rest = jnp.where(number_S == index, -jnp.inf, score_BKSGT)
             return rest, jnp.where(top == -jnp.inf, -1, index)[:, :, 0]
 
+        if call.sinks or call.window:
+            score_BKSGT = jnp.where(
+                forced(call, number_S, first_BT_, end_BT_), jnp.inf, score_BKSGT
+            )
         score_BKSGT = jnp.where(allowed, score_BKSGT, -jnp.inf)
         return lax.scan(best, score_BKSGT, length=call.choices)[1]
 
@@ -257,7 +299,13 @@ def _sort(key_P, pair_P, largest: int):
     """Keys in order, up to `largest`, and their pairs in order under each key."""
     bits = max(1, (pair_P.shape[0] - 1).bit_length())
     if (largest + 1) << bits > 1 << 32:
-        return lax.sort((key_P, pair_P), num_keys=2, is_stable=False)
+        return lax.platform_dependent(
+            key_P,
+            pair_P,
+            # XLA has a radix sort for GPUs, which takes one key and one value.
+            cuda=lambda *both: tuple(lax.sort(both, num_keys=1, is_stable=True)),
+            default=lambda *both: tuple(lax.sort(both, num_keys=2, is_stable=False)),
+        )
     # Both in one number: a sort of one array is faster, and compiles in a third of the time.
     both_P = (key_P.astype(jnp.uint32) << bits) | pair_P.astype(jnp.uint32)
     both_P = lax.sort(both_P, is_stable=False)

@@ -7,7 +7,9 @@ from jax import lax
 from kernels_pallas.moba import plan
 
 
-def attention_mask(q_BTNH, k_BTKH, *, block_size, top_k, segment_ids_BT=None) -> jax.Array:
+def attention_mask(
+    q_BTNH, k_BTKH, *, block_size, top_k, segment_ids_BT=None, sinks=0, window=0
+) -> jax.Array:
     """What each query attends to: bool [B, K, G, T, T]."""
     B, T, N, _ = q_BTNH.shape
     K = k_BTKH.shape[2]
@@ -27,8 +29,10 @@ def attention_mask(q_BTNH, k_BTKH, *, block_size, top_k, segment_ids_BT=None) ->
     score = plan.gate_scores(plan.centroids(k_BKSMH), q_BKGTH)
     score_BKGTS = jnp.transpose(score, (0, 1, 3, 4, 2))
     number_S = jnp.arange(S)
-    allowed_BTS = number_S >= blocks.first_BT[:, :, None]
-    allowed_BTS = (allowed_BTS & (number_S < blocks.end_BT[:, :, None]))[:, None, None]
+    first_BT1, end_BT1 = blocks.first_BT[:, :, None], blocks.end_BT[:, :, None]
+    allowed_BTS = ((number_S >= first_BT1) & (number_S < end_BT1))[:, None, None]
+    forced_BTS = (number_S < first_BT1 + sinks) | (number_S >= end_BT1 - window)
+    score_BKGTS = jnp.where(forced_BTS[:, None, None], jnp.inf, score_BKGTS)
     order = jnp.argsort(jnp.where(allowed_BTS, -score_BKGTS, jnp.inf), axis=-1, stable=True)
     rank = jnp.argsort(order, axis=-1)
     chosen_BKGTS = (rank < top_k - 1) & allowed_BTS
@@ -37,8 +41,9 @@ def attention_mask(q_BTNH, k_BTKH, *, block_size, top_k, segment_ids_BT=None) ->
 
 
 def attention(
-    q_BTNH, k_BTKH, v_BTKE, *, block_size, top_k, scale, segment_ids_BT=None, soft_cap=None
-) -> jax.Array:
+    q_BTNH, k_BTKH, v_BTKE, *, block_size, top_k, scale, segment_ids_BT=None, soft_cap=None,
+    sinks=0, window=0,
+) -> jax.Array:  # fmt: skip
     """MoBA of checked arguments, [B, T, N, E] in float32 at least."""
     B, T, N, H = q_BTNH.shape
     K, E = v_BTKE.shape[2:]
@@ -49,6 +54,8 @@ def attention(
         block_size=block_size,
         top_k=top_k,
         segment_ids_BT=segment_ids_BT,
+        sinks=sinks,
+        window=window,
     )
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H).astype(dtype) * scale
     highest = lax.Precision.HIGHEST

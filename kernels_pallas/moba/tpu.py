@@ -441,11 +441,11 @@ def choose(call: plan.Call, q_BTNH, c_BKSH, blocks: plan.Blocks, *, interpret: b
     length = -(-T // tile) * tile
     q_BKGTH = plan.group_heads(q_BTNH, c_BKSH.shape[1])
     chosen_AGJT = tpu_choose.choose(
+        call,
         _pad_tokens(blocks.first_BT, 1, length),
         _pad_tokens(blocks.end_BT, 1, length),
         _pad_tokens(_merge_heads(q_BKGTH), 2, length),
         _merge_heads(c_BKSH),
-        choices=call.choices,
         tile=tile,
         interpret=interpret,
     )

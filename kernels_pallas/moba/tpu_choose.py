@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.moba import plan
 from kernels_pallas.moba.tpu_tiles import NT, dot
 
 _BLOCKS = 256
@@ -38,7 +39,7 @@ def _scores(c, q):
     return score
 
 
-def _kernel(most_ref, range_ref, q_ref, c_ref, out_ref, best_ref, *, heads, choices):
+def _kernel(most_ref, range_ref, q_ref, c_ref, out_ref, best_ref, *, heads, call):
     a, i, j = (pl.program_id(axis) for axis in (0, 2, 3))
     most = most_ref[lax.div(a, heads) * pl.num_programs(2) + i]
     C = c_ref.shape[0]
@@ -54,14 +55,17 @@ def _kernel(most_ref, range_ref, q_ref, c_ref, out_ref, best_ref, *, heads, choi
         s = _scores(c_ref[...], q_ref[...])
         s = jnp.where(jnp.isnan(s), -limit, jnp.clip(s, -limit, limit))
         number = j * C + lax.broadcasted_iota(jnp.int32, s.shape, 0)
-        allowed = (number >= range_ref[0:1]) & (number < range_ref[1:2])
+        first, end = range_ref[0:1], range_ref[1:2]
+        allowed = (number >= first) & (number < end)
+        if call.sinks or call.window:
+            s = jnp.where(plan.forced(call, number, first, end), jnp.inf, s)
         s = jnp.where(allowed, s, -jnp.inf)
-        for _ in range(choices):
+        for _ in range(call.choices):
             value = jnp.max(s, axis=0, keepdims=True)
             index = jnp.min(jnp.where(s == value, number, _NO_BLOCK), 0, keepdims=True)
             s = jnp.where(number == index, -jnp.inf, s)
             # Into the sorted list; of equal scores the earlier tile's, which is the lower number.
-            for n in range(choices):
+            for n in range(call.choices):
                 held, held_index = best_ref[n : n + 1], out_ref[n : n + 1]
                 better = value > held
                 best_ref[n : n + 1] = jnp.where(better, value, held)
@@ -70,7 +74,7 @@ def _kernel(most_ref, range_ref, q_ref, c_ref, out_ref, best_ref, *, heads, choi
                 index = jnp.where(better, held_index, index)
 
 
-def choose(first_BT, end_BT, q_AGTH, c_ASH, *, choices: int, tile: int, interpret: bool):
+def choose(call: plan.Call, first_BT, end_BT, q_AGTH, c_ASH, *, tile: int, interpret: bool):
     """Numbers of the best blocks of every query, best first; -1 where there are no more.
 
     Args:
@@ -83,7 +87,7 @@ def choose(first_BT, end_BT, q_AGTH, c_ASH, *, choices: int, tile: int, interpre
       int32 [A, G, choices, T].
     """
     A, G, T, H = q_AGTH.shape
-    S = c_ASH.shape[1]
+    S, choices = c_ASH.shape[1], call.choices
     B, I = first_BT.shape[0], T // tile
     heads = A // B
     C = min(_BLOCKS, -(-S // 8) * 8)
@@ -96,7 +100,7 @@ def choose(first_BT, end_BT, q_AGTH, c_ASH, *, choices: int, tile: int, interpre
         return a, jnp.minimum(j, last), 0
 
     return pl.pallas_call(
-        functools.partial(_kernel, heads=heads, choices=choices),
+        functools.partial(_kernel, heads=heads, call=call),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(A, G, I, c_ASH.shape[1] // C),

@@ -66,6 +66,7 @@ class Layout:
       dense: whether the windows hold all keys.
       everything: whether all candidates are attended, without a choice.
       choices: blocks to choose a query.
+      scored: whether the choice needs scores.
       windows: they cover the row together.
       tile, step_tiles, steps: the grouped path takes steps * step_tiles tiles of `tile` rows.
     """
@@ -75,6 +76,7 @@ class Layout:
     dense: bool
     everything: bool
     choices: int
+    scored: bool
     windows: tuple[Windows, ...]
     tile: int = 0
     step_tiles: int = 0
@@ -124,7 +126,8 @@ def make_layout(
 ) -> Layout:
     """The layout of a call from its static shapes."""
     M, S, J = call.block_size, call.candidates, call.choices
-    dense = Layout(M, call.aligned, True, call.everything, J, _dense_windows(length))
+    scored = not call.fixed
+    dense = Layout(M, call.aligned, True, call.everything, J, scored, _dense_windows(length))
     pairs = groups * plan.max_pairs(length, M, J)
     tile = 8
     while 2 * tile <= _product_rows(M) and 8 * tile <= M * J * groups:
@@ -138,6 +141,7 @@ def make_layout(
         False,
         False,
         J,
+        scored,
         _own_windows(length, M, call.aligned),
         tile,
         together,
@@ -165,7 +169,7 @@ def layout_flops(
     heads = kv_heads * groups
     S = plan.num_candidates(length, layout.block_size)
     choice = 0
-    if layout.choices:
+    if layout.scored:
         chunk = plan.choice_chunk(batch, heads, length, S)
         choice = -(-length // chunk) * chunk * batch * heads * S * key_width
     window = sum(w.products() for w in layout.windows) * batch * heads

@@ -1,6 +1,7 @@
 """Flax nnx modules."""
 
 from modo.nn.attention import Attention
+from modo.nn.convolution import KeyConvolution
 from modo.nn.decoder import Block, Decoder, DecoderAux
 from modo.nn.depth import DepthAux, MixtureOfDepths, Predictor
 from modo.nn.mlp import GatedMLP
@@ -12,6 +13,7 @@ __all__ = [
     "DecoderAux",
     "DepthAux",
     "GatedMLP",
+    "KeyConvolution",
     "MixtureOfDepths",
     "Predictor",
 ]

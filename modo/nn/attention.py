@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from modo.nn.convolution import KeyConvolution
 from modo.nn.rope import rotary_embedding
 from modo.ops.attention import causal_attention
 from modo.ops.moba import moba_attention
@@ -18,7 +19,9 @@ class Attention(nnx.Module):
       num_kv_heads: key and value heads; divides num_heads.
       head_dim: width of a head, even.
       block_size: keys a block of Mixture of Block Attention; None: full attention.
-      top_k: blocks a query attends to, its own included.
+      top_k, sink_blocks, window_blocks: of `modo.moba_attention`.
+      key_convolution: keys that each key is convolved with, its own included, before its norm and
+        rotary embedding (see `KeyConvolution`); None: none.
       implementation: of `modo.moba_attention`.
       qk_norm: RMSNorm on each head's queries and keys, before the rotary embedding.
       soft_cap: attention scores become c tanh(scores / c).
@@ -37,6 +40,9 @@ class Attention(nnx.Module):
         head_dim: int | None = None,
         block_size: int | None = None,
         top_k: int = 3,
+        sink_blocks: int = 0,
+        window_blocks: int = 0,
+        key_convolution: int | None = None,
         implementation: str | None = None,
         qk_norm: bool = False,
         soft_cap: float | None = None,
@@ -50,6 +56,7 @@ class Attention(nnx.Module):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_dim = d_model // num_heads if head_dim is None else head_dim
         self.block_size, self.top_k, self.implementation = block_size, top_k, implementation
+        self.sink_blocks, self.window_blocks = sink_blocks, window_blocks
         self.soft_cap, self.rope_theta = soft_cap, rope_theta
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         into = nnx.initializers.normal(d_model**-0.5)
@@ -59,14 +66,23 @@ class Attention(nnx.Module):
         self.key = nnx.Linear(d_model, kv_width, kernel_init=into, **options)
         self.value = nnx.Linear(d_model, kv_width, kernel_init=into, **options)
         self.out = nnx.Linear(width, d_model, kernel_init=out, **options)
+        self.key_convolution = (
+            KeyConvolution(self.num_kv_heads, self.head_dim, key_convolution, dtype=dtype)
+            if key_convolution is not None
+            else None
+        )
         norm = dict(epsilon=norm_eps, dtype=dtype, rngs=rngs)
         self.query_norm = nnx.RMSNorm(self.head_dim, **norm) if qk_norm else None
         self.key_norm = nnx.RMSNorm(self.head_dim, **norm) if qk_norm else None
 
-    def queries_and_keys(self, x_BTD: Array, positions_BT: Array) -> tuple[Array, Array]:
+    def queries_and_keys(
+        self, x_BTD: Array, positions_BT: Array, segment_ids_BT: Array | None
+    ) -> tuple[Array, Array]:
         """Queries [B, T, N, H] and keys [B, T, K, H] as they meet in the scores."""
         q_BTNH = self.query(x_BTD).reshape(*x_BTD.shape[:2], self.num_heads, self.head_dim)
         k_BTKH = self.key(x_BTD).reshape(*x_BTD.shape[:2], self.num_kv_heads, self.head_dim)
+        if self.key_convolution is not None:
+            k_BTKH = self.key_convolution(k_BTKH, segment_ids_BT)
         if self.query_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         q_BTNH = rotary_embedding(q_BTNH, positions_BT, self.rope_theta)
@@ -77,7 +93,7 @@ class Attention(nnx.Module):
         self, x_BTD: Array, *, positions_BT: Array, segment_ids_BT: Array | None = None
     ) -> Array:
         """Attends within documents (runs of equal segment ids, numbered apart; 0 is padding)."""
-        q_BTNH, k_BTKH = self.queries_and_keys(x_BTD, positions_BT)
+        q_BTNH, k_BTKH = self.queries_and_keys(x_BTD, positions_BT, segment_ids_BT)
         v_BTKH = self.value(x_BTD).reshape(k_BTKH.shape)
         if self.block_size is None:
             y_BTNH = causal_attention(
@@ -92,6 +108,8 @@ class Attention(nnx.Module):
                 top_k=self.top_k,
                 segment_ids=segment_ids_BT,
                 soft_cap=self.soft_cap,
+                sink_blocks=self.sink_blocks,
+                window_blocks=self.window_blocks,
                 implementation=self.implementation,
             )
         return self.out(y_BTNH.reshape(*x_BTD.shape[:2], -1))

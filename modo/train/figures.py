@@ -80,14 +80,21 @@ def _chosen_blocks(graphdef, params, tokens_BT, positions_BT, segment_ids_BT, *,
     for below in range(layer):
         x_BTD, _ = apply_block(model.block(below), x_BTD, positions_BT, segment_ids_BT)
     block = model.block(layer)
-    q_BTNH, k_BTKH = block.attention.queries_and_keys(block.attention_norm(x_BTD), positions_BT)
+    attention = block.attention
+    q_BTNH, k_BTKH = attention.queries_and_keys(
+        block.attention_norm(x_BTD), positions_BT, segment_ids_BT
+    )
+    # A row has no more blocks than tokens, whatever top_k allows.
+    top_k = min(attention.top_k, tokens_BT.shape[1])
+    sink_blocks = min(attention.sink_blocks, top_k - 1)
     return choose_blocks(
         q_BTNH,
         k_BTKH,
-        block_size=block.attention.block_size,
-        # A row has no more blocks than tokens, whatever top_k allows.
-        top_k=min(block.attention.top_k, tokens_BT.shape[1]),
+        block_size=attention.block_size,
+        top_k=top_k,
         segment_ids=segment_ids_BT,
+        sink_blocks=sink_blocks,
+        window_blocks=min(attention.window_blocks, top_k - 1 - sink_blocks),
     )
 
 

@@ -13,7 +13,7 @@ def block_bounds(segments_T, block_size):
     return bounds
 
 
-def moba(q, k, v, do, *, block_size, top_k, scale, segments=None, soft_cap=None):
+def moba(q, k, v, do, *, block_size, top_k, scale, segments=None, soft_cap=None, sinks=0, window=0):
     """Returns out, (dq, dk, dv), starts of chosen blocks {(b, t, n): best first}, gap [B, T, N].
 
     gap is the score of the last chosen block less that of the first left out, infinite where there
@@ -38,6 +38,8 @@ def moba(q, k, v, do, *, block_size, top_k, scale, segments=None, soft_cap=None)
                 score = np.array(
                     [q[b, t, n] @ k[b, s : s + block_size, n // G].mean(0) for s in starts]
                 )
+                score[:sinks] = np.inf
+                score[max(len(starts) - window, 0) :] = np.inf
                 order = np.argsort(-score, kind="stable")
                 if 1 <= top_k - 1 < len(starts):
                     gap[b, t, n] = score[order[top_k - 2]] - score[order[top_k - 1]]

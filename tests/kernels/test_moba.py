@@ -58,7 +58,9 @@ def out_and_gradients(name, q, k, v, do, *, segment_ids=None, **static):
 
 
 choose_blocks = jax.jit(
-    moba.choose_blocks, static_argnames=("block_size", "top_k"), compiler_options=FAST_COMPILE
+    moba.choose_blocks,
+    static_argnames=("block_size", "top_k", "sink_blocks", "window_blocks"),
+    compiler_options=FAST_COMPILE,
 )
 
 
@@ -109,6 +111,11 @@ CASES = {
     "head of 256": (1, 50, 1, 1, 256, 256, 12, 2, {}),
     "several tiles": (1, 300, 2, 1, 64, 64, 48, 3, {}),
     "wide blocks": (1, 300, 1, 1, 16, 16, 140, 2, {}),
+    "sink and window": (1, 75, 4, 2, 8, 8, 4, 5, {"sink_blocks": 1, "window_blocks": 2}),
+    "fixed gate": (
+        *(3, 70, 2, 1, 8, 12, 4, 4),
+        {"segment_ids": "packed", "sink_blocks": 1, "window_blocks": 2},
+    ),
     "bfloat16": (1, 67, 4, 2, 32, 32, 16, 3, {"dtype": jnp.bfloat16}),
 }
 
@@ -131,6 +138,8 @@ def case(name):
         scale=options.get("scale", H**-0.5),
         segments=segments,
         soft_cap=options.get("soft_cap"),
+        sinks=options.get("sink_blocks", 0),
+        window=options.get("window_blocks", 0),
     )
     out, _, chosen, gap = truth(q, k, v, do)
     # Rows whose choice hangs on rounding are left out, with all gradients that they would give.
@@ -334,12 +343,18 @@ def test_heads_choose_separately():
     assert np.all(valid[:, 16:]) and not np.any(valid[:, :8])
 
 
-@pytest.mark.parametrize("name", ["grouped queries", "documents", "many blocks", "blocks of 1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("grouped queries", "documents", "many blocks", "blocks of 1"),
+        *("sink and window", "fixed gate"),
+    ],
+)
 def test_choose_blocks_equals_float64(name):
     (q, k, *_), options, _, _, chosen, clear = case(name)
     J = options["top_k"] - 1
     start, valid = choose_blocks(
-        q, k, **{n: options[n] for n in ("block_size", "top_k", "segment_ids") if n in options}
+        q, k, **{name: x for name, x in options.items() if name not in ("scale", "soft_cap")}
     )
     assert start.shape == valid.shape == (*q.shape[:3], J) and start.dtype == jnp.int32
     for (b, t, n), expected in chosen.items():
@@ -347,6 +362,18 @@ def test_choose_blocks_equals_float64(name):
         if clear[b, t, n]:
             assert sorted(start[b, t, n][valid[b, t, n]].tolist()) == sorted(expected)
     assert not np.any(np.asarray(start)[~np.asarray(valid)])
+
+
+def test_fixed_gate_is_a_window_with_sinks():
+    """Own block, the first, and the two before the own, whatever queries and keys are."""
+    q, k, *_ = inputs(1, 48, 2, 1, 8, 8)
+    options = {"block_size": 8, "top_k": 4, "sink_blocks": 1, "window_blocks": 2}
+    start, valid = choose_blocks(q, k, **options)
+    expected = {0: [], 1: [0], 2: [0, 8], 3: [0, 8, 16], 4: [0, 16, 24], 5: [0, 24, 32]}
+    for t in range(48):
+        assert start[0, t, 1][valid[0, t, 1]].tolist() == expected[t // 8]
+    jaxpr = jax.make_jaxpr(functools.partial(moba.choose_blocks, **options))(q, k)
+    assert dot_flops(jaxpr) == 0
 
 
 def test_choose_blocks_where_there_are_fewer():
@@ -744,6 +771,9 @@ def test_errors():
     check("scale .* nan", x, x, x, scale=float("nan"))
     check("top_k .* 2.5", x, x, x, top_k=2.5)
     check("block_size .* 4.0", x, x, x, block_size=4.0)
+    check("sink_blocks 1 .* window_blocks 1 .* 1 blocks", x, x, x, sink_blocks=1, window_blocks=1)
+    check("sink_blocks .* -1", x, x, x, sink_blocks=-1)
+    check("window_blocks .* 0.5", x, x, x, window_blocks=0.5)
     check(r"empty: query \(0,", x[:0], x[:0], x[:0])
     check(r"empty: query \(2, 0,", x[:, :0], x[:, :0], x[:, :0])
     check("empty", x[:, :, :0], x[:, :, :0], x[:, :, :0])
