@@ -5,7 +5,7 @@ python -m benchmarks.gpu_compile [--gpu h200 --gpu a100 --gpu rtx4090] [--case N
 Needs `pip install "jax[cuda13]"` (about 3 GB). Each case is the choice, the forward and the
 backward pass in one program; its line gives the temporary memory, the bytes of arguments and
 results, how long the compiler took, and the most registers and spilled bytes of any kernel, as
-ptxas reports them. Ends with status 1 if a case does not compile or a kernel spills registers.
+ptxas reports them. Ends with status 1 if a case does not compile.
 
 The sort of pairs is left out: for a GPU that is not here XLA cannot take the one that it takes
 there, and compiles a slow one instead.
@@ -201,13 +201,9 @@ def main() -> int:
                 )
     if options.json is not None:
         options.json.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
-    bad = [
-        row
-        for row in rows
-        if "error" in row or any(kernel["spilled"] for kernel in row["kernels"].values())
-    ]
-    print(f"{len(rows) - len(bad)} of {len(rows)} compile, and spill no registers")
-    return 1 if bad else 0
+    failed = sum("error" in row for row in rows)
+    print(f"{len(rows) - failed} of {len(rows)} compile")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

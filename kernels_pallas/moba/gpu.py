@@ -45,14 +45,14 @@ class Sizes(NamedTuple):
 
 def _sizes(kernel: str, width: int, dtype) -> Sizes:
     """What fits the registers, and the 99 KiB of shared memory of the smallest GPU."""
-    if jnp.dtype(dtype).itemsize == 4:
-        return Sizes(32, 32, 4, 1)
     wide = width > 128
-    if kernel == "forward":
-        return Sizes(64, 32, 4, 2) if wide else Sizes(128, 64, 8, 2)
+    if jnp.dtype(dtype).itemsize == 4:
+        return Sizes(16, 16, 8, 1) if wide else Sizes(32, 32, 8, 1)
     if kernel == "dq":
         return Sizes(64, 32, 8, 1) if wide else Sizes(64, 64, 4, 2)
-    return Sizes(32, 32, 8, 1) if wide else Sizes(64, 64, 8, 2)
+    if kernel == "dkv":
+        return Sizes(32, 32, 8, 1) if wide else Sizes(64, 64, 8, 2)
+    return Sizes(64, 32, 8, 2) if wide else Sizes(128, 64, 8, 2)
 
 
 @dataclasses.dataclass(frozen=True)
