@@ -42,7 +42,7 @@ def by_platform(kernels: dict[str, Kernel], elsewhere: Callable, out_shapes, *ar
       kernels: by platform, "tpu" or "cuda".
       out_shapes: a tree of jax.ShapeDtypeStruct, the results of either.
       args: arrays, or trees of them. Batch is the first axis of all, and of all results; an
-        argument may have it of size 1.
+        argument may have it of size 1, or be a scalar.
     """
 
     branches = {
@@ -105,7 +105,7 @@ def _batch(leaves, axes, *, kernel, elsewhere, tree, out_shapes):
     batch = out_shapes[0].shape[0]
 
     def fold(x, axis):
-        if axis is None and x.shape[0] < batch:
+        if axis is None and (x.ndim == 0 or x.shape[0] < batch):
             return x
         x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
         x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))

@@ -150,6 +150,52 @@ def moba_attention(
       Lu et al. 2025, "MoBA: Mixture of Block Attention for Long-Context LLMs", arXiv 2502.13189,
       Eq. 2 to 8 and Algorithm 1.
     """
+    call, q_BTNH, k_BTKH, v_BTKE = _prepare(
+        query,
+        key,
+        value,
+        block_size=block_size,
+        top_k=top_k,
+        scale=scale,
+        segment_ids=segment_ids,
+        soft_cap=soft_cap,
+        sink_blocks=sink_blocks,
+        window_blocks=window_blocks,
+        implementation=implementation,
+    )
+    if implementation == "reference":
+        out = reference.attention(
+            q_BTNH,
+            k_BTKH,
+            v_BTKE,
+            block_size=call.block_size,
+            top_k=min(top_k, query.shape[1]),
+            scale=call.scale,
+            segment_ids_BT=segment_ids,
+            soft_cap=soft_cap,
+            sinks=sink_blocks,
+            window=window_blocks,
+        )
+    else:
+        out = _attend(implementation, call, q_BTNH, k_BTKH, v_BTKE, segment_ids)
+    return _without_padding(out.astype(query.dtype), segment_ids)
+
+
+def _prepare(
+    query,
+    key,
+    value,
+    *,
+    block_size,
+    top_k,
+    scale,
+    segment_ids,
+    soft_cap,
+    sink_blocks,
+    window_blocks,
+    implementation,
+) -> tuple[plan.Call, jax.Array, jax.Array, jax.Array]:
+    """Checks all arguments; the call, and its arrays of one dtype without what padding holds."""
     _check_blocks(block_size, top_k)
     _check_fixed(top_k, sink_blocks, window_blocks)
     _check_shapes(query, key, value, segment_ids)
@@ -159,41 +205,22 @@ def moba_attention(
         )
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     _check_numbers(scale, soft_cap)
+    dtype = jnp.result_type(query, key, value)
+    if implementation in _KERNELS and dtype not in _PALLAS_DTYPES:
+        raise ValueError(f"{implementation} takes float32 and bfloat16, got {dtype}")
     # Blocks longer than the row, and more of them than tokens, are no different from these.
-    block_size, top_k = min(block_size, query.shape[1]), min(top_k, query.shape[1])
-    q_BTNH, k_BTKH, v_BTKE = (_without_padding(x, segment_ids) for x in (query, key, value))
-    if implementation == "reference":
-        out = reference.attention(
-            q_BTNH,
-            k_BTKH,
-            v_BTKE,
-            block_size=block_size,
-            top_k=top_k,
-            scale=scale,
-            segment_ids_BT=segment_ids,
-            soft_cap=soft_cap,
-            sinks=sink_blocks,
-            window=window_blocks,
-        )
-    else:
-        dtype = jnp.result_type(q_BTNH, k_BTKH, v_BTKE)
-        if dtype not in _PALLAS_DTYPES:
-            if implementation in _KERNELS:
-                raise ValueError(f"{implementation} takes float32 and bfloat16, got {dtype}")
-            implementation = "xla"
-        q_BTNH, k_BTKH, v_BTKE = (x.astype(dtype) for x in (q_BTNH, k_BTKH, v_BTKE))
-        call = plan.make_call(
-            query.shape[1],
-            block_size,
-            top_k,
-            segment_ids is None,
-            scale,
-            soft_cap,
-            sinks=sink_blocks,
-            window=window_blocks,
-        )
-        out = _attend(implementation, call, q_BTNH, k_BTKH, v_BTKE, segment_ids)
-    return _without_padding(out.astype(query.dtype), segment_ids)
+    T = query.shape[1]
+    call = plan.make_call(
+        T,
+        min(block_size, T),
+        min(top_k, T),
+        segment_ids is None,
+        scale,
+        soft_cap,
+        sinks=sink_blocks,
+        window=window_blocks,
+    )
+    return call, *(_without_padding(x, segment_ids).astype(dtype) for x in (query, key, value))
 
 
 def _attend(implementation, call: plan.Call, q_BTNH, k_BTKH, v_BTKE, segment_ids_BT) -> jax.Array:
@@ -211,7 +238,7 @@ def _attend(implementation, call: plan.Call, q_BTNH, k_BTKH, v_BTKE, segment_ids
 def _run(implementation, name: str, call: plan.Call, out_shapes, *args):
     """What the implementation's function `name` makes of the arguments."""
     in_xla = functools.partial(getattr(plan if name == "choose" else xla, name), call)
-    if implementation == "xla":
+    if implementation == "xla" or args[0].dtype not in _PALLAS_DTYPES:
         return in_xla(*args)
     if implementation is None:
         kernels = {
@@ -246,22 +273,32 @@ def _attention(implementation, call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks
 
 
 def _forward(implementation, call, *inputs):
-    q_BTNH, _, v_BTKE, *_ = inputs
-    B, T, N, _ = q_BTNH.shape
-    stat = jax.ShapeDtypeStruct((B, N, T), jnp.promote_types(q_BTNH.dtype, jnp.float32))
-    out = jax.ShapeDtypeStruct((B, T, N, v_BTKE.shape[3]), q_BTNH.dtype)
-    o, top, inverse = _run(implementation, "forward", call, (out, stat, stat), *inputs)
+    o, top, inverse = _run_forward(implementation, call, *inputs)
     return o, (*inputs, o, top, inverse)
 
 
+def _run_forward(implementation, call, q_BTNH, k_BTKH, v_BTKE, *rest):
+    """What `xla.forward` returns."""
+    B, T, N, _ = q_BTNH.shape
+    stat = jax.ShapeDtypeStruct((B, N, T), jnp.promote_types(q_BTNH.dtype, jnp.float32))
+    out = jax.ShapeDtypeStruct((B, T, N, v_BTKE.shape[3]), q_BTNH.dtype)
+    return _run(implementation, "forward", call, (out, stat, stat), q_BTNH, k_BTKH, v_BTKE, *rest)
+
+
 def _backward(implementation, call, saved, do_BTNE):
-    q, k, v, *_ = saved
-    dq = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    dk, dv = (
-        jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in (k, v)
-    )
-    dq, dk, dv = _run(implementation, "backward", call, (dq, dk, dv), *saved, do_BTNE)
+    _, k, v, *_ = saved
+    dq, dk, dv = _run_backward(implementation, call, *saved, do_BTNE)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None
+
+
+def _run_backward(implementation, call, q_BTNH, k_BTKH, v_BTKE, *rest):
+    """What `xla.backward` returns."""
+    dq = jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype)
+    dk, dv = (
+        jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+        for x in (k_BTKH, v_BTKE)
+    )
+    return _run(implementation, "backward", call, (dq, dk, dv), q_BTNH, k_BTKH, v_BTKE, *rest)
 
 
 _attention.defvjp(_forward, _backward)

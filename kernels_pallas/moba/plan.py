@@ -34,6 +34,8 @@ class Call:
       path: of implementation "xla"; None: the cheaper.
       sinks, window: of the choices, so many are a document's first blocks, and the last blocks
         before the query's own, whatever their scores.
+      chunk: of queries that choose at once on implementation "xla"; None: by their number. It may
+        change the rounding of scores, so a device with a part of the queries takes that of all.
     """
 
     block_size: int
@@ -46,6 +48,7 @@ class Call:
     path: Literal["dense", "grouped"] | None = None
     sinks: int = 0
     window: int = 0
+    chunk: int | None = None
 
     @property
     def fixed(self) -> bool:
@@ -158,6 +161,12 @@ def find_blocks(length: int, block_size: int, segment_ids_BT: jax.Array | None) 
     )
 
 
+def of_queries(blocks: Blocks, offset: jax.Array, length: int) -> Blocks:
+    """The same blocks, with the tokens from `offset` on, `length` of them."""
+    candidates, *tokens = blocks
+    return Blocks(candidates, *(lax.dynamic_slice_in_dim(x, offset, length, 1) for x in tokens))
+
+
 def cut_blocks(x_BKTH: jax.Array, blocks: Blocks, block_size: int, aligned: bool) -> jax.Array:
     """The tokens of the candidate blocks, [B, K, S, M, H]; aligned: without segment ids."""
     B, K, _, H = x_BKTH.shape
@@ -236,7 +245,7 @@ def choose(call: Call, q_BTNH: jax.Array, c_BKSH: jax.Array, blocks: Blocks) -> 
     G = N // K
     q_BKGTH = group_heads(q_BTNH, K)
     S = c_BKSH.shape[2]
-    chunk = choice_chunk(B, K * G, T, S)
+    chunk = choice_chunk(B, K * G, T, S) if call.chunk is None else call.chunk
     steps = -(-T // chunk)
     pad = steps * chunk - T
     q_BKGTH = jnp.pad(q_BKGTH, ((0, 0), (0, 0), (0, 0), (0, pad), (0, 0)))
@@ -293,6 +302,12 @@ def max_pairs(length: int, block_size: int, choices: int) -> int:
     return block_size * (few * (few - 1) // 2 + choices * (whole - few)) + rest * min(
         choices, whole
     )
+
+
+def max_chunk_pairs(length: int, queries: int, block_size: int, choices: int) -> int:
+    """The same of any `queries` consecutive tokens: the last of a row have the most."""
+    before = max_pairs(length - queries, block_size, choices)
+    return max_pairs(length, block_size, choices) - before
 
 
 def _sort(key_P, pair_P, largest: int):

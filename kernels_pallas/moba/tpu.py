@@ -3,6 +3,9 @@
 Long rows are taken a group of query heads at a time, and in the group a chunk of tokens at a time,
 so that what is gathered stays small beside the inputs.
 
+Queries may be a chunk of a row whose keys are all here. The interval kernels then get the keys from
+a few tiles before the chunk's first token to its end.
+
 Axes: see plan.py; A key heads of all batch rows of a group, X a gathered row with its statistics.
 """
 
@@ -31,9 +34,10 @@ class Layout:
 
     Attributes:
       heads: query heads of a group: all of them, or some of one key head's.
-      length: tokens, padded to whole tiles and chunks.
+      length: queries, padded to whole tiles and chunks.
       window: tokens of a tile of the interval kernels.
       reach: tiles of keys that a tile of queries reaches.
+      front: tiles of keys before the first query.
       tokens: of a chunk.
       tile: queries of a tile that chose the same block.
       tiles: of a chunk.
@@ -43,6 +47,7 @@ class Layout:
     length: int
     window: int
     reach: int
+    front: int
     tokens: int
     tile: int = 0
     tiles: int = 0
@@ -56,25 +61,31 @@ def _chunk_windows(windows: int, most: int) -> int:
     return divisor if 2 * divisor > most else most
 
 
-def make_layout(call: plan.Call, B: int, T: int, N: int, K: int) -> Layout:
-    """The layout of a call from its static shapes."""
+def make_layout(
+    call: plan.Call, B: int, T: int, N: int, K: int, length: int | None = None
+) -> Layout:
+    """The layout of a call of T queries from its static shapes; length: tokens if T are a chunk."""
     M, J, G = call.block_size, call.choices, N // K
+    length = T if length is None else length
+    # A chunk of whole blocks begins where a block does.
+    aligned = call.aligned and (length == T or T % M == 0)
     window = min(_WINDOW, -(-T // LANES) * LANES)
     windows = -(-T // window)
+    before = -(-(length - T) // window)
     if call.everything:
-        reach = windows
-    elif call.aligned and M % window == 0:
-        reach = M // window
-    elif call.aligned and window % M == 0:
-        reach = 1
+        reach, front = before + windows, before
+    elif aligned and (M % window == 0 or window % M == 0):
+        reach, front = max(1, M // window), 0
     else:
-        reach = -(-(M - 1) // window) + 1
-    reach = min(reach, windows)
+        front = -(-(M - 1) // window)
+        reach, front = front + 1, min(front, before)
+    reach = min(reach, front + windows)
     if not J:
-        return Layout(N, windows * window, window, reach, windows * window)
-    # A tile that its block's queries fill seldom is wasted; a block has J * G * M on average.
+        return Layout(N, windows * window, window, reach, front, windows * window)
+    # A tile that its block's queries fill seldom is wasted; a block has J * G * M of all the row's
+    # on average.
     tile = _TILE
-    while tile > 16 and tile > J * G * M // 2:
+    while tile > 16 and tile > J * G * M * T // length // 2:
         tile //= 2
     # Every block has a tile of its own in every chunk, so that few chunks waste few.
     most = max(_CHUNK_PAIRS, 4 * tile * call.candidates)
@@ -84,12 +95,12 @@ def make_layout(call: plan.Call, B: int, T: int, N: int, K: int) -> Layout:
         chunk = _chunk_windows(windows, max(1, most // (B * heads * J * window)))
     tokens = chunk * window
     rows = B * heads * tokens
-    length = -(-windows // chunk) * tokens
     return Layout(
         heads,
-        length,
+        -(-windows // chunk) * tokens,
         window,
         reach,
+        front,
         tokens,
         tile,
         rows * J // tile + B * max(1, heads // G) * call.candidates,
@@ -106,16 +117,43 @@ def _pad_tokens(x, axis, length, value=0):
     return jnp.pad(x, widths, constant_values=value)
 
 
-def _low(call: plan.Call, blocks: plan.Blocks, length: int):
-    """Where each query's interval begins: behind the query if it is padding."""
-    low_BT = blocks.own_BT
+def _low(call: plan.Call, blocks: plan.Blocks, layout: Layout, queries: int, offset):
+    """Where each query's interval begins: behind the query if it is padding.
+
+    Counted from the first of the keys that `_reached` gives.
+    """
+    length = blocks.own_BT.shape[1]
+    if queries < length:
+        blocks = plan.of_queries(blocks, offset, queries)
+    else:
+        offset = 0
+    front = layout.front * layout.window
+    low_BT = blocks.own_BT + (front - offset)
     if call.everything:
         low_BT = low_BT - (blocks.end_BT - blocks.first_BT) * call.block_size
-    t_T = jnp.arange(low_BT.shape[1], dtype=jnp.int32)
-    low_BT = jnp.where(blocks.own_BT < 0, t_T + 1, low_BT)
-    padding = jnp.arange(t_T.shape[0], length, dtype=jnp.int32) + 1
-    padding = jnp.broadcast_to(padding, (low_BT.shape[0], padding.shape[0]))
+    behind_T = jnp.arange(layout.length, dtype=jnp.int32) + (front + 1)
+    low_BT = jnp.where(blocks.own_BT < 0, behind_T[:queries], low_BT)
+    padding = jnp.broadcast_to(behind_T[queries:], (low_BT.shape[0], layout.length - queries))
     return jnp.concatenate([low_BT, padding], axis=1)
+
+
+def _reached(x_ALX, layout: Layout, queries: int, offset):
+    """The tokens of queries, padded, and those before them that intervals may reach."""
+    front, length = layout.front * layout.window, x_ALX.shape[1]
+    x_ALX = jnp.pad(x_ALX, ((0, 0), (front, layout.length - queries), (0, 0)))
+    if queries == length:
+        return x_ALX
+    return lax.dynamic_slice_in_dim(x_ALX, offset, front + layout.length, 1)
+
+
+def _from_reached(x_ALX, layout: Layout, queries: int, length: int, offset):
+    """The transpose of `_reached`."""
+    front = layout.front * layout.window
+    if queries < length:
+        A, L, X = x_ALX.shape
+        row_ALX = jnp.zeros((A, L + length - queries, X), x_ALX.dtype)
+        x_ALX = lax.dynamic_update_slice_in_dim(row_ALX, x_ALX, offset, 1)
+    return x_ALX[:, front : front + length]
 
 
 # --- Groups of heads and chunks of tokens ---------------------------------------------------------
@@ -270,8 +308,14 @@ def _normalise(o, top, total, dtype):
     return (o.astype(jnp.float32) * inverse[..., None]).astype(dtype), top, inverse
 
 
-def forward(call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, *, interpret: bool):
+def forward(
+    call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, offset=0, *, interpret: bool
+):
     """Attention, and of each query the largest score to base 2 and 1 / sum of exp2(score - it).
+
+    Args:
+      q_BTNH, chosen_BNJT: of all tokens, or of consecutive ones that begin at `offset`.
+      blocks: of all tokens.
 
     Returns:
       o_BTNE in the dtype of queries, top_BNT, inverse_BNT float32.
@@ -279,8 +323,8 @@ def forward(call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, *, int
     B, T, N, _ = q_BTNH.shape
     K, E = v_BTKE.shape[2:]
     dtype = q_BTNH.dtype
-    layout = make_layout(call, B, T, N, K)
-    low_BT = _low(call, blocks, layout.length)
+    layout = make_layout(call, B, T, N, K, k_BTKH.shape[1])
+    low_BT = _low(call, blocks, layout, T, offset)
 
     def group(out, start, heads, key_start, key_heads):
         q_AGTH = _multiplied(call, _queries(layout, q_BTNH, start, heads, key_heads))
@@ -288,7 +332,7 @@ def forward(call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, *, int
         part = tpu_interval.forward(
             low_BT,
             q_AGTH,
-            *(_pad_tokens(_merge_heads(x), 1, layout.length) for x in (k_BKTH, v_BKTE)),
+            *(_reached(_merge_heads(x), layout, T, offset) for x in (k_BKTH, v_BKTE)),
             W=layout.window,
             reach=layout.reach,
             soft_cap=call.soft_cap,
@@ -354,17 +398,17 @@ def _backward_chunk(
 
 def backward(
     call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, o, top, inverse, do_BTNE,
-    *, interpret: bool,
+    offset=0, *, interpret: bool,
 ):  # fmt: skip
     """Gradients of queries in their dtype, and of keys and values in float32.
 
-    Args:
+    Args: as for `forward`, and
       o, top, inverse: what `forward` returned.
     """
     B, T, N, H = q_BTNH.shape
-    K, E = v_BTKE.shape[2:]
-    layout = make_layout(call, B, T, N, K)
-    low_BT = _low(call, blocks, layout.length)
+    length, K, E = v_BTKE.shape[1:]
+    layout = make_layout(call, B, T, N, K, length)
+    low_BT = _low(call, blocks, layout, T, offset)
 
     def stat(x_BNT, start, heads, key_heads):
         x_AGT = _group_of(x_BNT, 1, start, heads).reshape(B * key_heads, -1, T)
@@ -383,7 +427,7 @@ def backward(
         dq_AGTH, dk_ATH, dv_ATE = tpu_interval.backward(
             low_BT,
             q_AGTH,
-            *(_pad_tokens(_merge_heads(x), 1, layout.length) for x in (k_BKTH, v_BKTE)),
+            *(_reached(_merge_heads(x), layout, T, offset) for x in (k_BKTH, v_BKTE)),
             do_AGTE,
             top_AGT,
             delta_AGT,
@@ -392,7 +436,8 @@ def backward(
             soft_cap=call.soft_cap,
             interpret=interpret,
         )
-        own = tuple(x.reshape(B, key_heads, *x.shape[1:])[:, :, :T] for x in (dk_ATH, dv_ATE))
+        own = (_from_reached(x, layout, T, length, offset) for x in (dk_ATH, dv_ATE))
+        own = tuple(x.reshape(B, key_heads, *x.shape[1:]) for x in own)
         if call.choices:
             k_ASMH, v_ASME = (_cut(call, blocks, x) for x in (k_BKTH, v_BKTE))
 
@@ -409,7 +454,7 @@ def backward(
             part = (blocks.slot_BT >= 0)[:, None, :, None]
             chosen = (x.reshape(B, key_heads, *x.shape[1:]) for x in chosen)
             own = tuple(
-                jnp.where(part, plan.paste_blocks(x, blocks, T, call.aligned), y)
+                jnp.where(part, plan.paste_blocks(x, blocks, length, call.aligned), y)
                 for x, y in zip(chosen, own, strict=True)
             )
         dq = _as_heads((dq_AGTH.astype(jnp.float32) * call.scale).astype(q_BTNH.dtype), B, T)
@@ -424,8 +469,8 @@ def backward(
 
     sums = (
         jnp.zeros((B, T, N, H), q_BTNH.dtype),
-        jnp.zeros((B, T, K, H), jnp.float32),
-        jnp.zeros((B, T, K, E), jnp.float32),
+        jnp.zeros((B, length, K, H), jnp.float32),
+        jnp.zeros((B, length, K, E), jnp.float32),
     )
     dq, dk, dv = _over_groups(group, layout, N, K, sums)
     return dq, dk * tpu_tiles.key_gradient_factor(call.soft_cap), dv

@@ -4,11 +4,14 @@ Query t attends to the keys low_t <= s <= t. That is a query's own block, a docu
 attention, or a sliding window; `low` never falls from one token to the next. Tiles of keys that no
 query of a tile reaches are neither fetched nor computed.
 
+Keys may begin before the first query, by `front` tiles. Positions, `low` among them, count from the
+first key, and so do the numbers of tiles: the queries of grid index i are tile front + i.
+
 Keys lie on sublanes and queries on lanes, so that a query's statistics broadcast along sublanes.
 Scores are logarithms to base 2, as in tpu_tiles.
 
-Axes: A key heads of all batch rows, G query heads a key head, T tokens (whole tiles), H head width,
-E value width, I tiles of W tokens.
+Axes: A key heads of all batch rows, G query heads a key head, T queries and L keys (whole tiles),
+H head width, E value width, I tiles of W queries.
 """
 
 import functools
@@ -35,10 +38,11 @@ def _masked_scores(q, k, low_row, row, column, soft_cap):
 
 
 def _forward_kernel(
-    first_ref, low_ref, q_ref, k_ref, v_ref, o_ref, top_ref, total_ref, sum_ref, *, heads, soft_cap
-):
-    a, row, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    column = first_ref[lax.div(a, heads) * pl.num_programs(2) + row] + j
+    first_ref, low_ref, q_ref, k_ref, v_ref, o_ref, top_ref, total_ref, sum_ref,
+    *, heads, front, soft_cap,
+):  # fmt: skip
+    a, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    row, column = front + i, first_ref[lax.div(a, heads) * pl.num_programs(2) + i] + j
 
     @pl.when(j == 0)
     def _():
@@ -74,10 +78,10 @@ def _gradients(q, k, v, do, top, delta, low, row, column, soft_cap):
 
 def _dq_kernel(
     first_ref, low_ref, q_ref, k_ref, v_ref, do_ref, top_ref, delta_ref, dq_ref, sum_ref,
-    *, heads, soft_cap,
+    *, heads, front, soft_cap,
 ):  # fmt: skip
-    a, row, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    column = first_ref[lax.div(a, heads) * pl.num_programs(2) + row] + j
+    a, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    row, column = front + i, first_ref[lax.div(a, heads) * pl.num_programs(2) + i] + j
 
     @pl.when(j == 0)
     def _():
@@ -98,10 +102,11 @@ def _dq_kernel(
 
 
 def _dkv_kernel(
-    last_ref, low_ref, q_ref, k_ref, v_ref, do_ref, top_ref, delta_ref, *out_refs, heads, soft_cap
-):
+    last_ref, low_ref, q_ref, k_ref, v_ref, do_ref, top_ref, delta_ref, *out_refs,
+    heads, front, soft_cap,
+):  # fmt: skip
     a, column, g, i = (pl.program_id(axis) for axis in range(4))
-    row = column + i
+    row = jnp.maximum(column, front) + i
     dk_ref, dv_ref, *dq_ref = out_refs
 
     @pl.when((g == 0) & (i == 0))
@@ -137,27 +142,28 @@ def _cost(A, G, I, reach, W, H, E, products, dtype):
     )
 
 
-def tile_tables(low_BT, W: int):
+def tile_tables(low_BT, W: int, front: int = 0):
     """First tile of keys of every tile of queries, and last tile of queries of every tile of keys.
 
     Args:
       low_BT: int32, not falling along T; larger than a query's position where it attends nothing.
 
     Returns:
-      first_BI, last_BI: int32.
+      first_BI, last_BJ: int32, where J is front + I; last < front where no query reaches the keys.
     """
     I = low_BT.shape[1] // W
-    number_I = jnp.arange(I, dtype=jnp.int32)
-    first_BI = jnp.minimum(low_BT[:, ::W] // W, number_I)
-    last_BI = jax.vmap(lambda f: jnp.searchsorted(f, number_I, side="right"))(first_BI)
-    return first_BI, last_BI.astype(jnp.int32) - 1
+    number_J = jnp.arange(front + I, dtype=jnp.int32)
+    first_BI = jnp.minimum(low_BT[:, ::W] // W, number_J[front:])
+    last_BJ = jax.vmap(lambda f: jnp.searchsorted(f, number_J, side="right"))(first_BI)
+    return first_BI, last_BJ.astype(jnp.int32) + (front - 1)
 
 
-def forward(low_BT, q_AGTH, k_ATH, v_ATE, *, W, reach, soft_cap, interpret):
+def forward(low_BT, q_AGTH, k_ALH, v_ALE, *, W, reach, soft_cap, interpret):
     """Attention over each query's interval.
 
     Args:
       low_BT: see `tile_tables`. A is B times the key heads.
+      k_ALH, v_ALE: L - T is a multiple of W.
       W: tokens of a tile; T is a multiple.
       reach: most tiles of keys that a tile of queries reaches.
 
@@ -166,10 +172,10 @@ def forward(low_BT, q_AGTH, k_ATH, v_ATE, *, W, reach, soft_cap, interpret):
       top_AGT, total_AGT: float32; the lowest finite number and 0 where nothing is attended.
     """
     A, G, T, H = q_AGTH.shape
-    E = v_ATE.shape[2]
-    B, I = low_BT.shape[0], T // W
+    E = v_ALE.shape[2]
+    B, I, front = low_BT.shape[0], T // W, (v_ALE.shape[1] - T) // W
     heads = A // B
-    first_BI, _ = tile_tables(low_BT, W)
+    first_BI, _ = tile_tables(low_BT, W, front)
 
     def query(a, g, i, j, _):
         return a, g, i, 0
@@ -178,10 +184,10 @@ def forward(low_BT, q_AGTH, k_ATH, v_ATE, *, W, reach, soft_cap, interpret):
         return a, g, 0, i
 
     def key(a, g, i, j, first):
-        return a, jnp.minimum(first[lax.div(a, heads) * I + i] + j, i), 0
+        return a, jnp.minimum(first[lax.div(a, heads) * I + i] + j, front + i), 0
 
     o, top, total = pl.pallas_call(
-        functools.partial(_forward_kernel, heads=heads, soft_cap=soft_cap),
+        functools.partial(_forward_kernel, heads=heads, front=front, soft_cap=soft_cap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(A, G, I, reach),
@@ -199,7 +205,7 @@ def forward(low_BT, q_AGTH, k_ATH, v_ATE, *, W, reach, soft_cap, interpret):
             scratch_shapes=[pltpu.VMEM((E, W), jnp.float32)],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((A, G, T, E), v_ATE.dtype),
+            jax.ShapeDtypeStruct((A, G, T, E), v_ALE.dtype),
             jax.ShapeDtypeStruct((A, G, 1, T), jnp.float32),
             jax.ShapeDtypeStruct((A, G, 1, T), jnp.float32),
         ],
@@ -207,28 +213,28 @@ def forward(low_BT, q_AGTH, k_ATH, v_ATE, *, W, reach, soft_cap, interpret):
         cost_estimate=_cost(A, G, I, reach, W, H, E, H + E, q_AGTH.dtype),
         interpret=interpret,
         name=f"moba_interval_forward_{W}",
-    )(first_BI.reshape(-1), low_BT[:, None], q_AGTH, k_ATH, v_ATE)
+    )(first_BI.reshape(-1), low_BT[:, None], q_AGTH, k_ALH, v_ALE)
     return o, top[:, :, 0], total[:, :, 0]
 
 
 def backward(
-    low_BT, q_AGTH, k_ATH, v_ATE, do_AGTE, top_AGT, delta_AGT, *, W, reach, soft_cap, interpret
+    low_BT, q_AGTH, k_ALH, v_ALE, do_AGTE, top_AGT, delta_AGT, *, W, reach, soft_cap, interpret
 ):
     """Gradients, with statistics over everything that a query attended.
 
     Args: as for `forward` and `tpu_tiles.backward`.
 
     Returns:
-      dq_AGTH in the dtype of queries, without the scale; dk_ATH, float32, without
-      `key_gradient_factor`; dv_ATE, float32.
+      dq_AGTH in the dtype of queries, without the scale; dk_ALH, float32, without
+      `key_gradient_factor`; dv_ALE, float32.
     """
     A, G, T, H = q_AGTH.shape
-    E = v_ATE.shape[2]
-    B, I = low_BT.shape[0], T // W
+    L, E = v_ALE.shape[1:]
+    B, I, J, front = low_BT.shape[0], T // W, L // W, (L - T) // W
     heads = A // B
-    first_BI, last_BI = tile_tables(low_BT, W)
+    first_BI, last_BJ = tile_tables(low_BT, W, front)
     inputs = (
-        low_BT[:, None], q_AGTH, k_ATH, v_ATE, do_AGTE, top_AGT[:, :, None], delta_AGT[:, :, None]
+        low_BT[:, None], q_AGTH, k_ALH, v_ALE, do_AGTE, top_AGT[:, :, None], delta_AGT[:, :, None]
     )  # fmt: skip
     dq_shape = jax.ShapeDtypeStruct((A, G, T, H), q_AGTH.dtype)
 
@@ -258,16 +264,18 @@ def backward(
 
     in_specs, row, key = specs(
         lambda a, j, g, i: (a, g, i, j),
-        lambda a, i, j, last: jnp.minimum(j + i, last[lax.div(a, heads) * I + j]),
+        lambda a, i, j, last: jnp.maximum(
+            jnp.minimum(jnp.maximum(j, front) + i, last[lax.div(a, heads) * J + j]) - front, 0
+        ),
         lambda a, i, j, last: j,
     )
     # If a tile of keys meets one tile of queries only, that one's gradient is whole.
-    whole = reach == 1
+    whole = reach == 1 and front == 0
     dk, dv, *dq = pl.pallas_call(
-        functools.partial(_dkv_kernel, heads=heads, soft_cap=soft_cap),
+        functools.partial(_dkv_kernel, heads=heads, front=front, soft_cap=soft_cap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(A, I, G, reach),
+            grid=(A, J, G, reach),
             in_specs=in_specs,
             out_specs=[
                 pl.BlockSpec((None, W, H), key),
@@ -276,24 +284,24 @@ def backward(
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((A, T, H), jnp.float32),
-            jax.ShapeDtypeStruct((A, T, E), jnp.float32),
+            jax.ShapeDtypeStruct((A, L, H), jnp.float32),
+            jax.ShapeDtypeStruct((A, L, E), jnp.float32),
             *([dq_shape] if whole else []),
         ],
         compiler_params=_params(W, H, E, "parallel", "parallel", "arbitrary", "arbitrary"),
         cost_estimate=_cost(A, G, I, reach, W, H, E, 2 * (H + E) + whole * H, q_AGTH.dtype),
         interpret=interpret,
         name=f"moba_interval_backward_{W}" if whole else f"moba_interval_backward_dkv_{W}",
-    )(last_BI.reshape(-1), *inputs)
+    )(last_BJ.reshape(-1), *inputs)
     if whole:
         return dq[0], dk, dv
     in_specs, row, _ = specs(
         lambda a, g, i, j: (a, g, i, j),
         lambda a, i, j, first: i,
-        lambda a, i, j, first: jnp.minimum(first[lax.div(a, heads) * I + i] + j, i),
+        lambda a, i, j, first: jnp.minimum(first[lax.div(a, heads) * I + i] + j, front + i),
     )
     dq = pl.pallas_call(
-        functools.partial(_dq_kernel, heads=heads, soft_cap=soft_cap),
+        functools.partial(_dq_kernel, heads=heads, front=front, soft_cap=soft_cap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(A, G, I, reach),

@@ -4,6 +4,9 @@ Two paths give the same result. The dense path takes tiles of queries against al
 exact mask; it is for short rows. The grouped path attends to the own block in windows of keys, and
 to chosen blocks in tiles of queries that chose the same one, and merges what they give.
 
+Queries may be a chunk of a row whose keys are all here. Windows are then laid out from the chunk's
+first token, which may be known only when the program runs.
+
 Axes: see plan.py; L keys of a window, E value width, W tiles of a step, Q rows of a step.
 """
 
@@ -35,8 +38,9 @@ _MAX_STEP_TILES = 64
 class Windows:
     """Consecutive tiles of queries, each against a window of `length` keys.
 
-    The window of the tile that begins at token t begins at t // align * align - front. A tile is
-    computed in `parts` of its rows; with several, each ends its keys where its rows end.
+    The window of the tile that begins at token t begins at t // align * align - front; tokens count
+    from the first query. A tile is computed in `parts` of its rows; with several, each ends its
+    keys where its rows end.
     """
 
     first: int
@@ -51,7 +55,10 @@ class Windows:
         """First row, one beyond the last, and keys of each part."""
         step = -(-self.rows // self.parts)
         edges = [(start, min(start + step, self.rows)) for start in range(0, self.rows, step)]
-        return [(start, end, end if self.parts > 1 else self.length) for start, end in edges]
+        return [
+            (start, end, self.front + end if self.parts > 1 else self.length)
+            for start, end in edges
+        ]
 
     def products(self) -> int:
         """Pairs of a row and a key in all tiles."""
@@ -65,9 +72,10 @@ class Layout:
     Attributes:
       dense: whether the windows hold all keys.
       everything: whether all candidates are attended, without a choice.
+      candidates: S.
       choices: blocks to choose a query.
       scored: whether the choice needs scores.
-      windows: they cover the row together.
+      windows: they cover the queries together.
       tile, step_tiles, steps: the grouped path takes steps * step_tiles tiles of `tile` rows.
     """
 
@@ -75,6 +83,7 @@ class Layout:
     aligned: bool
     dense: bool
     everything: bool
+    candidates: int
     choices: int
     scored: bool
     windows: tuple[Windows, ...]
@@ -83,16 +92,19 @@ class Layout:
     steps: int = 0
 
 
-def _dense_windows(length: int) -> tuple[Windows, ...]:
+def _dense_windows(length: int, front: int) -> tuple[Windows, ...]:
+    """Of `length` queries with `front` tokens before them."""
     if length <= _UNROLLED_LENGTH:
         rows = _LONG_ROWS if length >= 2 * _LONG_ROWS else _SHORT_ROWS
-        return (Windows(0, 1, length, length, 0, length, parts=-(-length // rows)),)
+        parts = -(-length // rows)
+        return (Windows(0, 1, length, front + length, front, align=length, parts=parts),)
     rows = _LONG_ROWS
     tiles = -(-length // rows)
     half = tiles // 2
+    align = tiles * rows
     return (
-        Windows(0, half, rows, half * rows, front=0, align=tiles * rows),
-        Windows(half * rows, tiles - half, rows, tiles * rows, front=0, align=tiles * rows),
+        Windows(0, half, rows, front + half * rows, front, align),
+        Windows(half * rows, tiles - half, rows, front + align, front, align),
     )
 
 
@@ -123,14 +135,17 @@ def make_layout(
     groups: int,
     key_width: int,
     value_width: int,
+    queries: int | None = None,
 ) -> Layout:
-    """The layout of a call from its static shapes."""
+    """The layout of a call from its static shapes; queries: tokens of a chunk of the row."""
     M, S, J = call.block_size, call.candidates, call.choices
     scored = not call.fixed
-    dense = Layout(M, call.aligned, True, call.everything, J, scored, _dense_windows(length))
-    pairs = groups * plan.max_pairs(length, M, J)
+    queries = length if queries is None else queries
+    windows = _dense_windows(queries, front=length - queries)
+    dense = Layout(M, call.aligned, True, call.everything, S, J, scored, windows)
+    pairs = groups * plan.max_chunk_pairs(length, queries, M, J)
     tile = 8
-    while 2 * tile <= _product_rows(M) and 8 * tile <= M * J * groups:
+    while 2 * tile <= _product_rows(M) and 8 * tile * length <= M * J * groups * queries:
         tile *= 2
     tiles = pairs // tile + S if J else 0
     together = _STEP_ELEMENTS // (batch * kv_heads * tile * M)
@@ -140,9 +155,11 @@ def make_layout(
         call.aligned,
         False,
         False,
+        S,
         J,
         scored,
-        _own_windows(length, M, call.aligned),
+        # A chunk of whole blocks begins where a block does.
+        _own_windows(queries, M, call.aligned and (queries == length or queries % M == 0)),
         tile,
         together,
         -(-tiles // together),
@@ -151,7 +168,7 @@ def make_layout(
         return dense if call.path == "dense" else grouped
     if call.everything or (J and length <= _DENSE_LENGTH):
         return dense
-    sizes = (batch, length, kv_heads, groups, key_width, value_width)
+    sizes = (batch, queries, kv_heads, groups, key_width, value_width)
     costs = [sum(layout_flops(layout, *sizes)) for layout in (grouped, dense)]
     return grouped if _GROUPED_COST * costs[0] < costs[1] else dense
 
@@ -165,9 +182,11 @@ def layout_flops(
     key_width: int,
     value_width: int,
 ) -> tuple[int, int]:
-    """FLOPs of matrix products, 2 M N K each: of the forward and of the backward pass."""
-    heads = kv_heads * groups
-    S = plan.num_candidates(length, layout.block_size)
+    """FLOPs of matrix products, 2 M N K each: of the forward and of the backward pass.
+
+    `length` counts queries.
+    """
+    heads, S = kv_heads * groups, layout.candidates
     choice = 0
     if layout.scored:
         chunk = plan.choice_chunk(batch, heads, length, S)
@@ -310,12 +329,28 @@ def _end(windows: Windows, length: int) -> int:
     return max(start + windows.length, last + windows.rows, length)
 
 
-def _pad_window_mask(mask: _WindowMask, windows: Windows, back: int) -> _WindowMask:
+def _reached(x, axis, windows: Windows, queries: int, back: int, offset, value=0):
+    """The part of the row that windows may reach: `front` tokens, those of queries, `back` more."""
+    x = _pad(x, axis, windows.front, back, value)
+    size = windows.front + queries + back
+    return x if size == x.shape[axis] else _slice(x, offset, size, axis)
+
+
+def _from_reached(x, axis, windows: Windows, queries: int, length: int, offset):
+    """The transpose of `_reached`."""
+    if queries < length:
+        full = (*x.shape[:axis], x.shape[axis] + length - queries, *x.shape[axis + 1 :])
+        x = lax.dynamic_update_slice_in_dim(jnp.zeros(full, x.dtype), x, offset, axis)
+    return _slice(x, windows.front, length, axis)
+
+
+def _reached_mask(mask: _WindowMask, windows: Windows, queries, back, offset) -> _WindowMask:
     # Ids of queries and keys are padded alike, but padding before the row has an id of its own.
-    id_BT = _pad(mask.id_BT, 1, windows.front, back, -1)
+    id_BT, slot_BT = (
+        _reached(x, 1, windows, queries, back, offset, -1) for x in (mask.id_BT, mask.slot_BT)
+    )
     bits = mask.bits_BKGTw
-    bits = None if bits is None else _pad(bits, 3, 0, back)
-    return _WindowMask(id_BT, bits, _pad(mask.slot_BT, 1, windows.front, back, -1))
+    return _WindowMask(id_BT, None if bits is None else _pad(bits, 3, 0, back), slot_BT)
 
 
 def _mask(mask: _WindowMask, front: int, row, rows: int, start, keys: int):
@@ -335,9 +370,8 @@ def _mask(mask: _WindowMask, front: int, row, rows: int, start, keys: int):
     return member & ((q_t >= k_t) & (q_id >= 0))[:, None, None]
 
 
-def _part_mask(mask: _WindowMask, windows: Windows, back: int, heads: tuple[int, int, int]):
+def _part_mask(mask: _WindowMask, windows: Windows, heads: tuple[int, int, int]):
     """A function to the mask [B, K, G * rows, keys] of a part of a tile."""
-    mask = _pad_window_mask(mask, windows, back)
 
     def part_mask(row, start, begin, end, keys):
         full = _mask(mask, windows.front, row + begin, end - begin, start, keys)
@@ -347,13 +381,14 @@ def _part_mask(mask: _WindowMask, windows: Windows, back: int, heads: tuple[int,
     return part_mask
 
 
-def _window_forward(windows, q_BKGTH, k_BKTH, v_BKTE, mask, factor, soft_cap):
+def _window_forward(windows, q_BKGTH, k_BKTH, v_BKTE, mask, factor, soft_cap, offset):
     """Attention of the tiles of `windows`, a part [B, K, G, rows of all, ...]."""
     B, K, G, T, H = q_BKGTH.shape
     back = _end(windows, T) - T
     q = _pad(q_BKGTH, 3, 0, back)
-    k, v = (_pad(x, 2, windows.front, back) for x in (k_BKTH, v_BKTE))
-    part_mask = _part_mask(mask, windows, back, (B, K, G))
+    k, v = (_reached(x, 2, windows, T, back, offset) for x in (k_BKTH, v_BKTE))
+    mask = _reached_mask(mask, windows, T, back, offset)
+    part_mask = _part_mask(mask, windows, (B, K, G))
     rows = windows.rows
 
     def tile(i):
@@ -390,14 +425,17 @@ def _join_tiles(x):
     return jnp.moveaxis(x, 0, 3).reshape(B, K, G, n * rows, *rest)
 
 
-def _window_backward(windows, q_BKGTH, k_BKTH, v_BKTE, mask, saved_BKGT: _Rows, factor, soft_cap):
+def _window_backward(
+    windows, q_BKGTH, k_BKTH, v_BKTE, mask, saved_BKGT: _Rows, factor, soft_cap, offset
+):
     """Gradients of the rows of `windows`, and of all keys and values from them."""
     B, K, G, T, H = q_BKGTH.shape
     back = _end(windows, T) - T
     rows, length = windows.rows, windows.length
     q, saved = jax.tree.map(lambda x: _pad(x, 3, 0, back), (q_BKGTH, saved_BKGT))
-    k, v = (_pad(x, 2, windows.front, back) for x in (k_BKTH, v_BKTE))
-    part_mask = _part_mask(mask, windows, back, (B, K, G))
+    k, v = (_reached(x, 2, windows, T, back, offset) for x in (k_BKTH, v_BKTE))
+    mask = _reached_mask(mask, windows, T, back, offset)
+    part_mask = _part_mask(mask, windows, (B, K, G))
 
     def tile(sums, i):
         row = windows.first + i * rows
@@ -431,7 +469,7 @@ def _window_backward(windows, q_BKGTH, k_BKTH, v_BKTE, mask, saved_BKGT: _Rows, 
 
     sums = tuple(jnp.zeros(x.shape, _accumulator(x.dtype)) for x in (k, v))
     (dk, dv), dq = lax.scan(tile, sums, jnp.arange(windows.tiles, dtype=jnp.int32))
-    dk, dv = (x[:, :, windows.front : windows.front + T] for x in (dk, dv))
+    dk, dv = (_from_reached(x, 2, windows, T, k_BKTH.shape[2], offset) for x in (dk, dv))
     return _join_tiles(dq), dk, dv
 
 
@@ -537,11 +575,12 @@ def _layout_of(call: plan.Call, q_BKGTH, v_BKTE) -> Layout:
     return make_layout(
         call,
         batch=B,
-        length=T,
+        length=v_BKTE.shape[2],
         kv_heads=K,
         groups=G,
         key_width=H,
         value_width=v_BKTE.shape[3],
+        queries=T,
     )
 
 
@@ -567,8 +606,12 @@ def _group_choice(chosen_BNJT, K: int):
     return jnp.swapaxes(chosen_BNJT.reshape(B, K, N // K, J, T), 2, 3)
 
 
-def forward(call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks: plan.Blocks):
+def forward(call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks: plan.Blocks, offset=0):
     """Attention, and of each query the largest score and 1 / sum of exp(score - it).
+
+    Args:
+      q_BTNH, chosen_BNJT: of all tokens, or of consecutive ones that begin at `offset`.
+      blocks: of all tokens.
 
     Returns:
       o_BTNE in the dtype of queries, top_BNT, inverse_BNT float32 at least.
@@ -583,7 +626,7 @@ def forward(call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks: plan.B
     q_BKGTH, k_BKTH = plan.bounded(q_BKGTH * multiplier), plan.bounded(k_BKTH)
     mask = _window_mask(layout, blocks, chosen_BKJGT)
     parts = [
-        _window_forward(w, q_BKGTH, k_BKTH, v_BKTE, mask, factor, call.soft_cap)
+        _window_forward(w, q_BKGTH, k_BKTH, v_BKTE, mask, factor, call.soft_cap, offset)
         for w in layout.windows
     ]
     part = jax.tree.map(lambda *x: jnp.concatenate(x, axis=3)[:, :, :, :T], *parts)
@@ -615,11 +658,11 @@ def forward(call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks: plan.B
 
 
 def backward(
-    call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, o, top, inverse, do_BTNE
+    call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, o, top, inverse, do_BTNE, offset=0
 ):
     """Gradients of queries in their dtype, and of keys and values in float32 at least.
 
-    Args:
+    Args: as for `forward`, and
       o, top, inverse: what `forward` returned.
     """
     K = k_BTKH.shape[2]
@@ -638,7 +681,9 @@ def backward(
     mask = _window_mask(layout, blocks, chosen_BKJGT)
     dq, dk, dv = [], 0, 0
     for w in layout.windows:
-        part = _window_backward(w, q_BKGTH, k_BKTH, v_BKTE, mask, rows, factor, call.soft_cap)
+        part = _window_backward(
+            w, q_BKGTH, k_BKTH, v_BKTE, mask, rows, factor, call.soft_cap, offset
+        )
         dq.append(part[0])
         dk, dv = dk + part[1], dv + part[2]
     dq = jnp.concatenate(dq, axis=3)[:, :, :, :T]
@@ -659,8 +704,9 @@ def backward(
             factor,
             call.soft_cap,
         )
-        dk = dk + plan.paste_blocks(dk_BKSMH, blocks, T, layout.aligned)
-        dv = dv + plan.paste_blocks(dv_BKSME, blocks, T, layout.aligned)
+        length = k_BKTH.shape[2]
+        dk = dk + plan.paste_blocks(dk_BKSMH, blocks, length, layout.aligned)
+        dv = dv + plan.paste_blocks(dv_BKSME, blocks, length, layout.aligned)
 
         def add(dq, pair):
             slot, chosen = pair
