@@ -70,13 +70,14 @@ class Layout:
     tiles: int
 
 
-def make_layout(call: plan.Call, B: int, T: int, N: int, K: int, tile: int) -> Layout:
-    """The layout of a pass from its static shapes."""
+def make_layout(call: plan.Call, B: int, T: int, N: int, K: int, length: int, tile: int) -> Layout:
+    """The layout of a pass of T queries a row of `length` tokens from its static shapes."""
     J, G = call.choices, N // K
     groups = (n for n in range(N, 0, -1) if N % n == 0 and (n % G == 0 or G % n == 0))
     heads = next((n for n in groups if B * n * T * J <= _CHUNK_PAIRS), 1)
-    # A tile that its block's queries fill seldom is wasted; a block has J * G * M on average.
-    while tile > 16 and tile > J * G * call.block_size // 2:
+    # A tile that its block's queries fill seldom is wasted; a block has J * G * M of all the row's
+    # on average.
+    while tile > 16 and tile > J * G * call.block_size * T // length // 2:
         tile //= 2
     blocks = B * max(1, heads // G) * call.candidates
     return Layout(heads, tile, B * heads * T * J // tile + blocks)
@@ -295,8 +296,8 @@ class Tables(NamedTuple):
     slot_P: jax.Array
 
 
-def make_tables(call, layout: Layout, chosen_BNJT, blocks, K: int, start) -> Tables:
-    """Of the query heads from `start` on."""
+def make_tables(call, layout: Layout, chosen_BNJT, blocks, length, K, start) -> Tables:
+    """Of the query heads from `start` on; length: tokens of keys."""
     B, N, _, T = chosen_BNJT.shape
     G, heads, S = N // K, layout.heads, call.candidates
     key_heads = max(1, heads // G)
@@ -312,7 +313,7 @@ def make_tables(call, layout: Layout, chosen_BNJT, blocks, K: int, start) -> Tab
 
     start_BS = jnp.broadcast_to(blocks.start_BS, (B, S))
     head_k = start // G + jnp.arange(key_heads, dtype=jnp.int32)[:, None]
-    key_S = ((b_B11 * T + start_BS[:, None]) * K + head_k).reshape(-1)
+    key_S = ((b_B11 * length + start_BS[:, None]) * K + head_k).reshape(-1)
     row_V = row_ZU.reshape(-1)
     row_V = jnp.where(row_V < rows, row_V // heads * N + start + row_V % heads, -1)
     edge_S = jnp.searchsorted(block_Z, jnp.arange(num_blocks + 1, dtype=jnp.int32))
@@ -463,6 +464,7 @@ class _Shape:
     """Of the arrays that rows are rows of, and of a group of query heads.
 
     Attributes:
+      length: tokens of keys; T are those of queries.
       heads: query heads of the group.
       choices: J.
       lows: rows of the batch whose intervals are told apart: B or 1.
@@ -470,6 +472,7 @@ class _Shape:
 
     B: int
     T: int
+    length: int
     N: int
     K: int
     heads: int
@@ -480,8 +483,8 @@ class _Shape:
         return (b if self.lows > 1 else 0) * self.T
 
     def load_low(self, low_ref, b, t, inside):
-        """Where each token's interval begins: behind it if there is none."""
-        return _load(low_ref, self.low_row(b) + t, inside, self.T)
+        """Where each query's interval begins: behind it if there is none."""
+        return _load(low_ref, self.low_row(b) + t, inside, self.length)
 
 
 class _QueryTile(NamedTuple):
@@ -489,7 +492,8 @@ class _QueryTile(NamedTuple):
 
     Attributes:
       b, n, h: row of the batch, query head, and its number in the group.
-      t, inside: tokens, and which of them there are.
+      t, inside: queries of the row, and which of them there are.
+      position: their tokens.
       row: rows of the queries.
       low: where each token's interval begins.
       first, steps: the first key that any of them reaches, and how many steps it takes from there.
@@ -500,6 +504,7 @@ class _QueryTile(NamedTuple):
     h: jax.Array
     t: jax.Array
     inside: jax.Array
+    position: jax.Array
     row: jax.Array
     low: jax.Array
     first: jax.Array
@@ -509,21 +514,22 @@ class _QueryTile(NamedTuple):
     def of_program(cls, shape: _Shape, start_ref, low_ref, W: int, L: int):
         x, begin = pl.program_id(0), pl.program_id(1) * W
         b, h = lax.div(x, shape.heads), lax.rem(x, shape.heads)
-        n = start_ref[0] + h
+        n, offset = start_ref[0] + h, start_ref[1]
         t = begin + jnp.arange(W, dtype=jnp.int32)
         inside = t < shape.T
         low = shape.load_low(low_ref, b, t, inside)
         first = low_ref[shape.low_row(b) + begin]
-        reach = jnp.minimum(begin + W, shape.T) - first
+        reach = offset + jnp.minimum(begin + W, shape.T) - first
         steps = lax.div(jnp.maximum(reach, 0) + (L - 1), L)
-        return cls(b, n, h, t, inside, (b * shape.T + t) * shape.N + n, low, first, steps)
+        row = (b * shape.T + t) * shape.N + n
+        return cls(b, n, h, t, inside, offset + t, row, low, first, steps)
 
     def keys(self, shape: _Shape, i, L: int):
         """Rows of the keys of a step, which of them there are, and the mask [queries, keys]."""
         t = self.first + i * L + jnp.arange(L, dtype=jnp.int32)
-        row = (self.b * shape.T + t) * shape.K + lax.div(self.n, shape.N // shape.K)
-        mask = (t[None] >= self.low[:, None]) & (t[None] <= self.t[:, None])
-        return row, t < shape.T, mask
+        row = (self.b * shape.length + t) * shape.K + lax.div(self.n, shape.N // shape.K)
+        mask = (t[None] >= self.low[:, None]) & (t[None] <= self.position[:, None])
+        return row, t < shape.length, mask
 
     def slots(self, shape: _Shape, slot_ref, j):
         """Slots of the queries' pairs with their choice j, and where there is one."""
@@ -567,12 +573,12 @@ def _interval_forward_kernel(
 
 
 def interval_forward(
-    start_1, low_T, q_RH, k_YH, v_YE, pairs, out, *, shape: _Shape, scores, interpret
+    start_2, low_T, q_RH, k_YH, v_YE, pairs, out, *, shape: _Shape, scores, interpret
 ):
     """Attention of some query heads to their intervals and to the blocks that they chose.
 
     Args:
-      start_1: the first query head, int32 [1].
+      start_2: the first query head, and the token of the first query, int32 [2].
       low_T: where each query's interval begins, of one row of the batch or of all; it does not
         fall from one token of a row to the next.
       pairs: slot_P and what `tiles_forward` returned, or nothing.
@@ -590,7 +596,7 @@ def interval_forward(
         _shapes_of(*out),
         sizes,
         interpret,
-        (start_1, low_T, q_RH, k_YH, v_YE, pairs),
+        (start_2, low_T, q_RH, k_YH, v_YE, pairs),
         out,
     )
 
@@ -619,7 +625,7 @@ def _interval_dq_kernel(
 
 
 def interval_dq(
-    start_1, low_T, k_YH, v_YE, rows: Rows, pairs, dq_RH, *, shape: _Shape, scores, interpret
+    start_2, low_T, k_YH, v_YE, rows: Rows, pairs, dq_RH, *, shape: _Shape, scores, interpret
 ):
     """Gradient of some query heads, from their intervals and the blocks that they chose.
 
@@ -638,29 +644,31 @@ def interval_dq(
         _shapes_of(dq_RH),
         sizes,
         interpret,
-        (start_1, low_T, k_YH, v_YE, rows, pairs),
+        (start_2, low_T, k_YH, v_YE, rows, pairs),
         (dq_RH,),
     )[0]
 
 
 def _interval_dkv_kernel(
-    end_ref, low_ref, k_ref, v_ref, row_refs, dk_ref, dv_ref, *, W, L, shape, scores
+    offset_ref, end_ref, low_ref, k_ref, v_ref, row_refs, dk_ref, dv_ref, *, W, L, shape, scores
 ):
     x, i = pl.program_id(0), pl.program_id(1)
     b, head = lax.div(x, shape.K), lax.rem(x, shape.K)
     G = shape.N // shape.K
     key_t = i * L + jnp.arange(L, dtype=jnp.int32)
-    key, there = (b * shape.T + key_t) * shape.K + head, key_t < shape.T
+    key, there = (b * shape.length + key_t) * shape.K + head, key_t < shape.length
     k, v = (_load_rows(ref, key, there) for ref in (k_ref, v_ref))
-    end = end_ref[(b if shape.lows > 1 else 0) * pl.cdiv(shape.T, L) + i]
-    steps = lax.div(jnp.maximum(end - i * L, 0) + (W - 1), W)
+    offset = offset_ref[0]
+    begin = jnp.maximum(i * L - offset, 0)
+    end = end_ref[(b if shape.lows > 1 else 0) * pl.cdiv(shape.length, L) + i]
+    steps = lax.div(jnp.maximum(end - begin, 0) + (W - 1), W)
 
     def step(j, sums):
-        t = i * L + lax.div(j, G) * W + jnp.arange(W, dtype=jnp.int32)
+        t = begin + lax.div(j, G) * W + jnp.arange(W, dtype=jnp.int32)
         inside = t < shape.T
         low = shape.load_low(low_ref, b, t, inside)
         rows = row_refs.load((b * shape.T + t) * shape.N + head * G + lax.rem(j, G), inside, scores)
-        mask = (key_t[:, None] >= low[None]) & (key_t[:, None] <= t[None])
+        mask = (key_t[:, None] >= low[None]) & (key_t[:, None] <= offset + t[None])
         dk, dv = _key_gradients(rows, k, v, mask, scores)
         return sums[0] + dk, sums[1] + dv
 
@@ -670,11 +678,11 @@ def _interval_dkv_kernel(
     _store_rows(dv_ref, key, dv, there)
 
 
-def interval_dkv(low_T, k_YH, v_YE, rows: Rows, *, shape: _Shape, scores, interpret):
+def interval_dkv(offset, low_T, k_YH, v_YE, rows: Rows, *, shape: _Shape, scores, interpret):
     """Gradients of keys and values, float32, from all queries whose intervals they are in."""
     sizes = _sizes("dkv", max(k_YH.shape[1], v_YE.shape[1]), k_YH.dtype)
     W, L = sizes.rows, sizes.keys
-    tiles = pl.cdiv(shape.T, L)
+    tiles = pl.cdiv(shape.length, L)
     # One beyond the last query that reaches a tile of keys: where intervals begin never falls.
     last_I = jnp.arange(1, tiles + 1, dtype=jnp.int32) * L - 1
     end_BI = jax.vmap(lambda low_T: jnp.searchsorted(low_T, last_I, side="right"))(
@@ -687,7 +695,7 @@ def interval_dkv(low_T, k_YH, v_YE, rows: Rows, *, shape: _Shape, scores, interp
         [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (k_YH, v_YE)],
         sizes,
         interpret,
-        (end_BI.astype(jnp.int32).reshape(-1), low_T, k_YH, v_YE, rows),
+        (offset[None], end_BI.astype(jnp.int32).reshape(-1), low_T, k_YH, v_YE, rows),
     )
 
 
@@ -707,45 +715,71 @@ def _rows_of(x):
     return x.reshape(-1, x.shape[-1])
 
 
-def _low(call: plan.Call, blocks: plan.Blocks):
+def _low(call: plan.Call, blocks: plan.Blocks, queries: int, offset):
     """Where each query's interval begins: behind the query if it is padding."""
+    if queries < blocks.own_BT.shape[1]:
+        blocks = plan.of_queries(blocks, offset, queries)
     low_BT = blocks.own_BT
     if call.everything:
         low_BT = low_BT - (blocks.end_BT - blocks.first_BT) * call.block_size
-    t_T = jnp.arange(low_BT.shape[1], dtype=jnp.int32)
-    return jnp.where(blocks.own_BT < 0, t_T + 1, low_BT).reshape(-1)
+    behind_T = jnp.arange(queries, dtype=jnp.int32) + (offset + 1)
+    return jnp.where(blocks.own_BT < 0, behind_T, low_BT).reshape(-1)
 
 
-def _make_shape(call, layout: Layout, q_BTNH, K: int, blocks) -> _Shape:
+def _make_shape(call, layout: Layout, q_BTNH, k_BTKH, blocks) -> _Shape:
     B, T, N, _ = q_BTNH.shape
-    return _Shape(B, T, N, K, layout.heads, call.choices, blocks.own_BT.shape[0])
+    return _Shape(
+        B,
+        T,
+        k_BTKH.shape[1],
+        N,
+        k_BTKH.shape[2],
+        layout.heads,
+        call.choices,
+        blocks.own_BT.shape[0],
+    )
 
 
-def forward(call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, *, interpret: bool):
+def forward(
+    call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, offset=0, *, interpret: bool
+):
     """Attention, and of each query the largest score and 1 / the sum of powers of its scores.
+
+    Args:
+      q_BTNH, chosen_BNJT: of all tokens, or of consecutive ones that begin at `offset`.
+      blocks: of all tokens.
 
     Returns:
       o_BTNE in the dtype of queries, top_BNT, inverse_BNT float32.
     """
     B, T, N, H = q_BTNH.shape
-    K, E = v_BTKE.shape[2:]
-    layout = make_layout(call, B, T, N, K, _sizes("forward", max(H, E), q_BTNH.dtype).rows)
-    shape = _make_shape(call, layout, q_BTNH, K, blocks)
+    length, K, E = v_BTKE.shape[1:]
+    offset = jnp.int32(offset)
+    layout = make_layout(call, B, T, N, K, length, _sizes("forward", max(H, E), q_BTNH.dtype).rows)
+    shape = _make_shape(call, layout, q_BTNH, k_BTKH, blocks)
     common = {"scores": _Scores(call.scale, call.soft_cap), "interpret": interpret}
     q_RH, k_YH, v_YE = (_rows_of(x) for x in (q_BTNH, plan.bounded(k_BTKH), v_BTKE))
-    low_T = _low(call, blocks)
+    low_T = _low(call, blocks, T, offset)
 
     def group(out, start):
         pairs = ()
         if call.choices:
-            tables = make_tables(call, layout, chosen_BNJT, blocks, K, start)
+            tables = make_tables(call, layout, chosen_BNJT, blocks, length, K, start)
             parts = tiles_forward(
                 tables, q_RH, k_YH, v_YE, tile=layout.tile, M=call.block_size, K=K, **common
             )
             pairs = (tables.slot_P, *parts)
         return tuple(
             interval_forward(
-                start[None], low_T, q_RH, k_YH, v_YE, pairs, out, shape=shape, **common
+                jnp.stack([start, offset]),
+                low_T,
+                q_RH,
+                k_YH,
+                v_YE,
+                pairs,
+                out,
+                shape=shape,
+                **common,
             )
         )
 
@@ -760,39 +794,40 @@ def forward(call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, *, int
 
 def backward(
     call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, o, top, inverse, do_BTNE,
-    *, interpret: bool,
+    offset=0, *, interpret: bool,
 ):  # fmt: skip
     """Gradients of queries in their dtype, and of keys and values in float32.
 
-    Args:
+    Args: as for `forward`, and
       o, top, inverse: what `forward` returned.
     """
     B, T, N, H = q_BTNH.shape
-    K, E = v_BTKE.shape[2:]
-    layout = make_layout(call, B, T, N, K, _sizes("dkv", max(H, E), q_BTNH.dtype).rows)
-    shape = _make_shape(call, layout, q_BTNH, K, blocks)
+    length, K, E = v_BTKE.shape[1:]
+    offset = jnp.int32(offset)
+    layout = make_layout(call, B, T, N, K, length, _sizes("dkv", max(H, E), q_BTNH.dtype).rows)
+    shape = _make_shape(call, layout, q_BTNH, k_BTKH, blocks)
     common = {"scores": _Scores(call.scale, call.soft_cap), "interpret": interpret}
     k_YH, v_YE = (_rows_of(x) for x in (plan.bounded(k_BTKH), v_BTKE))
     do_BTNE = do_BTNE.astype(v_BTKE.dtype)
     delta_BTN = jnp.sum(do_BTNE.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
     stats = (jnp.swapaxes(top, 1, 2), jnp.swapaxes(inverse, 1, 2), delta_BTN)
     rows = Rows(_rows_of(q_BTNH), _rows_of(do_BTNE), *(x.reshape(-1) for x in stats))
-    low_T = _low(call, blocks)
+    low_T = _low(call, blocks, T, offset)
 
     def group(sums, start):
         dq_RH, dk_YH, dv_YE = sums
         pairs = ()
         if call.choices:
-            tables = make_tables(call, layout, chosen_BNJT, blocks, K, start)
+            tables = make_tables(call, layout, chosen_BNJT, blocks, length, K, start)
             tiles = common | {"tile": layout.tile, "M": call.block_size, "K": K}
             pairs = (tables.slot_P, tiles_dq(tables, k_YH, v_YE, rows, **tiles))
             dk_YH, dv_YE = tiles_dkv(tables, k_YH, v_YE, rows, dk_YH, dv_YE, **tiles)
         dq_RH = interval_dq(
-            start[None], low_T, k_YH, v_YE, rows, pairs, dq_RH, shape=shape, **common
+            jnp.stack([start, offset]), low_T, k_YH, v_YE, rows, pairs, dq_RH, shape=shape, **common
         )
         return dq_RH, dk_YH, dv_YE
 
-    dk_YH, dv_YE = interval_dkv(low_T, k_YH, v_YE, rows, shape=shape, **common)
+    dk_YH, dv_YE = interval_dkv(offset, low_T, k_YH, v_YE, rows, shape=shape, **common)
     sums = jnp.empty((B * T * N, H), q_BTNH.dtype), dk_YH, dv_YE
     dq_RH, dk_YH, dv_YE = _over_groups(group, layout, N, sums)
     return dq_RH.reshape(q_BTNH.shape), dk_YH.reshape(k_BTKH.shape), dv_YE.reshape(v_BTKE.shape)
@@ -886,7 +921,7 @@ def choose(call: plan.Call, q_BTNH, c_BKSH, blocks: plan.Blocks, *, interpret: b
     B, T, N, H = q_BTNH.shape
     K, S, J = *c_BKSH.shape[1:3], call.choices
     sizes = _sizes("choose", H, q_BTNH.dtype)
-    shape = _Shape(B, T, N, K, N, J, blocks.own_BT.shape[0])
+    shape = _Shape(B, T, T, N, K, N, J, blocks.own_BT.shape[0])
     return _call(
         functools.partial(_choose_kernel, U=sizes.rows, C=sizes.keys, S=S, call=call, shape=shape),
         f"moba_choose_{J}_of_{S}",
