@@ -168,7 +168,7 @@ def main() -> int:
     parser.add_argument("--case", action="append", choices=CASES, help="default: all")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
         print('benchmarks.gpu_compile needs pip install "jax[cuda13]"', file=sys.stderr)
         return 1
     rows = []
