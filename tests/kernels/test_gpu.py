@@ -98,19 +98,25 @@ def test_chunks_of_queries_equal_all():
     options = {"block_size": 8, "top_k": 3, "segment_ids": ids}
     out, gradients = out_and_gradients("reference", q, k, v, do, **options)
     call = plan.make_call(T, 8, 3, False, scale=8**-0.5)
-    blocks = plan.find_blocks(T, 8, ids)
-    c = plan.centroids(plan.cut_blocks(jnp.swapaxes(k, 1, 2), blocks, 8, False))
-    chosen = plan.choose(call, q, c, blocks)
+    compiled = functools.partial(jax.jit, compiler_options=FAST_COMPILE)
 
-    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
-    def both(q, do, chosen, offset):
+    @compiled
+    def choice():
+        blocks = plan.find_blocks(T, 8, ids)
+        c = plan.centroids(plan.cut_blocks(jnp.swapaxes(k, 1, 2), blocks, 8, False))
+        return plan.choose(call, q, c, blocks), blocks
+
+    @compiled
+    def both(q, do, chosen, blocks, offset):
         saved = gpu.forward(call, q, k, v, chosen, blocks, offset, interpret=True)
-        gradients = gpu.backward(call, q, k, v, chosen, blocks, *saved, do, offset, interpret=True)
-        return saved[0], *gradients
+        return saved[0], *gpu.backward(
+            call, q, k, v, chosen, blocks, *saved, do, offset, interpret=True
+        )
 
+    chosen, blocks = choice()
     half = T // 2
     parts = [
-        both(q[:, at : at + half], do[:, at : at + half], chosen[..., at : at + half], at)
+        both(q[:, at : at + half], do[:, at : at + half], chosen[..., at : at + half], blocks, at)
         for at in (0, half)
     ]
     joined = [
