@@ -151,7 +151,7 @@ class MobaConfig:
     key_convolution: int | None = None
     last_full: int = 0
     layers: tuple[int, ...] | None = None
-    implementation: Literal["reference", "xla", "pallas_tpu"] | None = None
+    implementation: Literal["reference", "xla", "pallas_tpu", "pallas_gpu"] | None = None
 
     def __post_init__(self):
         _check_types(self)

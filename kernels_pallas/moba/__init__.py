@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from kernels_pallas.moba import plan, reference, tpu, xla
+from kernels_pallas.moba import gpu, plan, reference, tpu, xla
 from kernels_pallas.moba.xla_layout import layout_flops, make_layout
 from kernels_pallas.platform import Kernel, by_platform, call_kernel
 
 # Implementations that are kernels: their platform and module.
-_KERNELS = {"pallas_tpu": ("tpu", tpu)}
+_KERNELS = {"pallas_tpu": ("tpu", tpu), "pallas_gpu": ("cuda", gpu)}
 IMPLEMENTATIONS = ("reference", "xla", *_KERNELS)
 _PALLAS_DTYPES = (jnp.float32, jnp.bfloat16)
 
@@ -135,10 +135,10 @@ def moba_attention(
       window_blocks: so many are the last before the query's own. With sink_blocks +
         window_blocks = top_k - 1 nothing is scored: attention to a sliding window of blocks, with
         sinks (the paper's section 2.2 has both as fixed gates).
-      implementation: "xla"; "pallas_tpu", interpreted where there is no TPU; "reference", a dense
-        mask for tests, with memory for T x T; None: the kernels of the platform that the code is
-        lowered for where it has some, in float32 and bfloat16, and "xla" elsewhere and where the
-        compiler cuts the program over devices by itself.
+      implementation: "xla"; "pallas_tpu" or "pallas_gpu" (NVIDIA), interpreted where there is no
+        such device; "reference", a dense mask for tests, with memory for T x T; None: the kernels
+        of the platform that the code is lowered for where it has some, in float32 and bfloat16, and
+        "xla" elsewhere and where the compiler cuts the program over devices by itself.
 
     Returns:
       [B, T, N, Hv] in query's dtype. Softmax and sums are in float32 at least.
