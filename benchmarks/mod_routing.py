@@ -155,7 +155,6 @@ def main() -> None:
                         + "".join(f"{p:>12}" for p in pairs),
                         flush=True,
                     )
-    print("Default: " + ", ".join(f"{op} {mod.default(op)}" for op in ("dispatch", "combine")))
     if options.json is not None:
         options.json.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
 

@@ -1,4 +1,18 @@
-"""The rows of a Mixture-of-Depths block (Raposo et al. 2024, arXiv 2404.02258): out and back in."""
+"""The rows of a Mixture-of-Depths block (Raposo et al. 2024, arXiv 2404.02258): out and back in.
+
+MB that XLA's form and the TPU kernel move between HBM and the core, by benchmarks.mod_routing (jax
+0.10.2; B 8, T 2048, D 2048, C 256; the least is 17 and 25 in bfloat16, 34 and 50 in float32):
+
+                  v5e        v5p        v6e        tpu7x
+dispatch bf16     75 / 25    42 / 25    75 / 25     42 / 25
+dispatch f32      34 / 34    67 / 34    34 / 34     67 / 34
+combine bf16     143 / 42   143 / 42   143 / 42   143 / 42
+combine f32      285 / 50   285 / 50   285 / 50   285 / 50
+
+XLA gathers by row DMAs as well; it loses only where it passes over the rows once more to clear
+unfilled slots, or brings all of x into VMEM first, so dispatch is left to it. Its scatter moves all
+of x in and out, so on a TPU combine is the kernel. Of GPUs nothing was counted.
+"""
 
 import functools
 
@@ -7,8 +21,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels_pallas.mod import gpu, tpu, xla
+from kernels_pallas.platform import Kernel, by_platform
 
-IMPLEMENTATIONS = ("xla", "pallas_tpu", "pallas_gpu")
+# Implementations that are kernels: their platform and module.
+_KERNELS = {"pallas_tpu": ("tpu", tpu), "pallas_gpu": ("cuda", gpu)}
+IMPLEMENTATIONS = ("xla", *_KERNELS)
 _PALLAS_DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -32,7 +49,7 @@ def dispatch(
         dtype does; None: no norm.
       eps: of the norm.
       implementation: "xla"; "pallas_tpu", interpreted where there is no TPU; "pallas_gpu", likewise
-        for CUDA; None: see `default`.
+        for CUDA; None: "xla".
 
     Returns:
       [B, C, D] in x's dtype; unfilled slots are zeros. Without a norm all implementations agree
@@ -42,11 +59,11 @@ def dispatch(
       ValueError: shapes that disagree or are empty, an unknown implementation, or a dtype that it
         does not take.
     """
-    implementation = _implementation("dispatch", implementation, x_BTD)
+    _check_implementation(implementation, x_BTD)
     _check_slots(x_BTD, index_BC, filled_BC)
     if norm_scale_D is not None and norm_scale_D.shape != x_BTD.shape[2:]:
         raise ValueError(f"norm_scale_D must be {x_BTD.shape[2:]}, got {norm_scale_D.shape}")
-    if implementation == "xla":
+    if implementation in (None, "xla"):
         return xla.dispatch(x_BTD, index_BC, filled_BC, norm_scale_D, eps=eps)
     static = implementation, float(eps), x_BTD.shape[1]
     return _dispatch(static, x_BTD, norm_scale_D, index_BC, filled_BC)
@@ -70,7 +87,9 @@ def combine(
       x_BTD: float.
       delta_BCD: float; unfilled slots may hold anything.
       gate_BC: float32, or None: 1.
-      index_BC, filled_BC, implementation: as for `dispatch`.
+      index_BC, filled_BC: as for `dispatch`.
+      implementation: likewise, but None is the kernel in float32 and bfloat16 where the code is
+        lowered for a TPU and the compiler does not cut the program over devices by itself.
 
     Returns:
       [B, T, D] in x's dtype. All implementations agree bitwise, but that a compiler may contract
@@ -79,51 +98,25 @@ def combine(
     Raises:
       ValueError: as `dispatch`.
     """
-    implementation = _implementation("combine", implementation, x_BTD)
+    _check_implementation(implementation, x_BTD)
     _check_slots(x_BTD, index_BC, filled_BC)
     slots = (*index_BC.shape, x_BTD.shape[2])
     if delta_BCD.shape != slots:
         raise ValueError(f"delta_BCD must be {slots}, got {delta_BCD.shape}")
     if gate_BC is not None and gate_BC.shape != index_BC.shape:
         raise ValueError(f"gate_BC must be {index_BC.shape}, got {gate_BC.shape}")
-    if implementation == "xla":
+    if implementation == "xla" or x_BTD.dtype not in _PALLAS_DTYPES:
         return xla.combine(x_BTD, delta_BCD, gate_BC, index_BC, filled_BC)
     return _combine(implementation, x_BTD, delta_BCD, gate_BC, index_BC, filled_BC)
 
 
-def default(operation: str) -> str:
-    """The implementation of None: "xla" for either operation, on every platform.
-
-    MB that XLA's form and the TPU kernel move between HBM and the core, by benchmarks.mod_routing
-    (jax 0.10.2; B 8, T 2048, D 2048, C 256; the least is 17 and 25 in bfloat16, 34 and 50 in
-    float32):
-
-                      v5e        v5p        v6e        tpu7x
-    dispatch bf16     75 / 25    42 / 25    75 / 25     42 / 25
-    dispatch f32      34 / 34    67 / 34    34 / 34     67 / 34
-    combine bf16     143 / 42   143 / 42   143 / 42   143 / 42
-    combine f32      285 / 50   285 / 50   285 / 50   285 / 50
-
-    XLA gathers by row DMAs as well; it loses only where it passes over the rows once more to clear
-    unfilled slots, or brings all of x into VMEM first, so dispatch stays with it. Its scatter moves
-    all of x in and out, so on a TPU combine is better with "pallas_tpu". That is not the default
-    yet: a Pallas kernel within jit cannot be partitioned over devices by the compiler, and the
-    choice by platform would put all forms into every jaxpr.
-    """
-    del operation
-    return "xla"
-
-
-def _implementation(operation: str, implementation: str | None, x_BTD: Array) -> str:
-    if implementation is None:
-        return default(operation)
-    if implementation not in IMPLEMENTATIONS:
+def _check_implementation(implementation: str | None, x_BTD: Array) -> None:
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation {implementation!r} is none of {', '.join(map(repr, IMPLEMENTATIONS))}"
         )
-    if implementation != "xla" and x_BTD.dtype not in _PALLAS_DTYPES:
+    if implementation in _KERNELS and x_BTD.dtype not in _PALLAS_DTYPES:
         raise ValueError(f"{implementation} takes float32 and bfloat16, got {x_BTD.dtype}")
-    return implementation
 
 
 def _check_slots(x_BTD, index_BC, filled_BC) -> None:
@@ -138,15 +131,26 @@ def _check_slots(x_BTD, index_BC, filled_BC) -> None:
 
 def _call(implementation: str, operation: str, *args, **options) -> Array:
     """A kernel on its own platform, interpreted on any other."""
-    module, platform = {"pallas_tpu": (tpu, "tpu"), "pallas_gpu": (gpu, "cuda")}[implementation]
+    platform, module = _KERNELS[implementation]
     kernel = functools.partial(getattr(module, operation), **options)
     compiled, interpreted = (functools.partial(kernel, interpret=i) for i in (False, True))
     return lax.platform_dependent(*args, **{platform: compiled}, default=interpreted)
 
 
+def _tpu_combine(_, x_BTD, delta_BCD, gate_BC, index_BC, filled_BC, *, interpret):
+    gate_BC = _float_gate(gate_BC, index_BC)
+    return tpu.combine(x_BTD, delta_BCD, gate_BC, index_BC, filled_BC, interpret=interpret)
+
+
+def _float_gate(gate_BC, index_BC) -> Array:
+    return jnp.ones(index_BC.shape, jnp.float32) if gate_BC is None else gate_BC.astype(jnp.float32)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dispatch(static, x_BTD, norm_scale_D, index_BC, filled_BC):
     implementation, eps, _ = static
+    if implementation is None:
+        return xla.dispatch(x_BTD, index_BC, filled_BC, norm_scale_D, eps=eps)
     return _call(implementation, "dispatch", x_BTD, index_BC, filled_BC, norm_scale_D, eps=eps)
 
 
@@ -174,9 +178,12 @@ _dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _combine(implementation, x_BTD, delta_BCD, gate_BC, index_BC, filled_BC):
-    gate = jnp.ones(index_BC.shape, jnp.float32) if gate_BC is None else gate_BC
-    gate = gate.astype(jnp.float32)
-    return _call(implementation, "combine", x_BTD, delta_BCD, gate, index_BC, filled_BC)
+    if implementation is None:
+        out = jax.ShapeDtypeStruct(x_BTD.shape, x_BTD.dtype)
+        args = x_BTD, delta_BCD, gate_BC, index_BC, filled_BC
+        return by_platform({"tpu": Kernel(_tpu_combine, None)}, xla.combine, out, *args)
+    gate_BC = _float_gate(gate_BC, index_BC)
+    return _call(implementation, "combine", x_BTD, delta_BCD, gate_BC, index_BC, filled_BC)
 
 
 def _combine_forward(implementation, x_BTD, delta_BCD, gate_BC, index_BC, filled_BC):

@@ -76,7 +76,7 @@ class Attention(nnx.Module):
         self.key_norm = nnx.RMSNorm(self.head_dim, **norm) if qk_norm else None
 
     def queries_and_keys(
-        self, x_BTD: Array, positions_BT: Array, segment_ids_BT: Array | None
+        self, x_BTD: Array, positions_BT: Array, segment_ids_BT: Array | None = None
     ) -> tuple[Array, Array]:
         """Queries [B, T, N, H] and keys [B, T, K, H] as they meet in the scores."""
         q_BTNH = self.query(x_BTD).reshape(*x_BTD.shape[:2], self.num_heads, self.head_dim)

@@ -232,3 +232,37 @@ def test_refuses():
         mod.combine(x, jnp.ones((2, 3, 4)), jnp.ones(2), index, filled)
     with pytest.raises(ValueError, match="empty"):
         mod.dispatch(x[:, :0], index, filled)
+
+
+@pytest.mark.quick
+def test_default_combine_is_the_kernel_on_a_tpu_alone():
+    x = jax.ShapeDtypeStruct((2, 16, 128), jnp.float32)
+    delta, gate = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2, 3, 128), (2, 3)))
+    index, filled = (jax.ShapeDtypeStruct((2, 3), dtype) for dtype in (jnp.int32, bool))
+
+    def kernels(platform, dtype=jnp.float32):
+        args = jax.ShapeDtypeStruct(x.shape, dtype), delta, gate, index, filled
+        lowered = jax.jit(mod.combine).trace(*args).lower(lowering_platforms=(platform,))
+        return lowered.as_text().count("@tpu_custom_call")
+
+    assert (kernels("tpu"), kernels("cpu"), kernels("tpu", jnp.float16)) == (1, 0, 0)
+
+
+def test_default_combine_has_the_gradients_of_the_xla_form():
+    rng = np.random.default_rng(0)
+    x, delta, gate = (rng.normal(size=s).astype(np.float32) for s in ((2, 9, 5), (2, 4, 5), (2, 4)))
+    index = jnp.asarray([[0, 2, 5, 0], [1, 2, 3, 8]], jnp.int32)
+    filled = jnp.asarray([[True, True, True, False], [True] * 4])
+    for gates in (gate, None):
+
+        def loss(x, delta, gate, implementation, gates=gates):
+            gate = gate if gates is not None else None
+            y = mod.combine(x, delta, gate, index, filled, implementation=implementation)
+            return jnp.sum(y**3)
+
+        results = [
+            jax.jit(jax.value_and_grad(loss, (0, 1, 2)), static_argnums=3)(x, delta, gate, name)
+            for name in (None, "xla")
+        ]
+        for a, e in zip(*map(jax.tree.leaves, results), strict=True):
+            np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6)
