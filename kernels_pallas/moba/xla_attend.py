@@ -49,22 +49,47 @@ class Part(NamedTuple):
     total: jax.Array
 
 
-def _masked(s, mask):
-    """The scores [..., Q, L], and -inf where the mask, or that of blocks of keys, is false."""
-    if mask is None:
-        return s
-    if mask.ndim == s.ndim:
-        return jnp.where(mask, s, -jnp.inf)
-    by_block = s.reshape(*s.shape[:-1], mask.shape[-2], -1)
-    return jnp.where(mask, by_block, -jnp.inf).reshape(s.shape)
+class Mask(NamedTuple):
+    """Which keys queries attend to; None: all.
+
+    Attributes:
+      pairs: of every query and key, [..., Q, L].
+      blocks: of every query and block of consecutive keys, [..., Q, blocks].
+    """
+
+    pairs: jax.Array | None = None
+    blocks: jax.Array | None = None
 
 
-def attend(q, k, v, mask, factor, soft_cap) -> Part:
-    s, _ = scores(q, k, factor, soft_cap)
-    s = _masked(s, mask)
-    top = jnp.maximum(jnp.max(s, axis=-1, keepdims=True), jnp.finfo(s.dtype).min)
-    p = jnp.exp(s - top)
-    return Part(dot("...ql,...le->...qe", p.astype(v.dtype), v), top[..., 0], jnp.sum(p, -1))
+def _masked_scores(q, k, mask: Mask, factor, soft_cap):
+    """Scores, -inf where the mask of pairs is false, and their derivative."""
+    s, slope = scores(q, k, factor, soft_cap)
+    return s if mask.pairs is None else jnp.where(mask.pairs, s, -jnp.inf), slope
+
+
+def _largest(s, mask: Mask):
+    """Of each query the largest score that is not masked; the lowest finite number if all are."""
+    if mask.blocks is None:
+        top = jnp.max(s, axis=-1)
+    else:
+        of_blocks = jnp.max(s.reshape(*s.shape[:-1], mask.blocks.shape[-1], -1), axis=-1)
+        top = jnp.max(jnp.where(mask.blocks, of_blocks, -jnp.inf), axis=-1)
+    return jnp.maximum(top, jnp.finfo(s.dtype).min)
+
+
+def _exponentials(s, top, mask: Mask):
+    """exp(score - top), and 0 where masked."""
+    if mask.blocks is None:
+        return jnp.exp(s - top[..., None])
+    of_blocks = (s - top[..., None]).reshape(*s.shape[:-1], mask.blocks.shape[-1], -1)
+    return jnp.exp(jnp.where(mask.blocks[..., None], of_blocks, -jnp.inf)).reshape(s.shape)
+
+
+def attend(q, k, v, mask: Mask, factor, soft_cap) -> Part:
+    s, _ = _masked_scores(q, k, mask, factor, soft_cap)
+    top = _largest(s, mask)
+    p = _exponentials(s, top, mask)
+    return Part(dot("...ql,...le->...qe", p.astype(v.dtype), v), top, jnp.sum(p, -1))
 
 
 def no_part(shape: tuple[int, ...], width: int, dtype) -> Part:
@@ -99,11 +124,10 @@ class Rows(NamedTuple):
     delta: jax.Array
 
 
-def attend_gradients(q, k, v, mask, rows: Rows, factor, soft_cap):
+def attend_gradients(q, k, v, mask: Mask, rows: Rows, factor, soft_cap):
     """Gradients of q, k and v from these keys."""
-    s, slope = scores(q, k, factor, soft_cap)
-    s = _masked(s, mask)
-    p = jnp.exp(s - rows.top[..., None]) * rows.inverse[..., None]
+    s, slope = _masked_scores(q, k, mask, factor, soft_cap)
+    p = _exponentials(s, rows.top, mask) * rows.inverse[..., None]
     dv = dot("...ql,...qe->...le", p.astype(rows.do.dtype), rows.do)
     dp = dot("...qe,...le->...ql", rows.do, v)
     ds = (p * (dp - rows.delta[..., None]) * slope).astype(q.dtype)

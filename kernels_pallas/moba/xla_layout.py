@@ -13,7 +13,7 @@ from kernels_pallas.moba import plan
 # Rows up to this length take the dense path: the tables of the grouped path would cost more.
 _DENSE_LENGTH = 1024
 # What a product costs on the grouped path, with all its gathering, against one on the dense path.
-_GROUPED_COST = 0.7
+_GROUPED_COST = 1.0
 # Queries and keys of a tile of the dense path.
 _DENSE_TILE = 512
 # Queries of a window of the own block: as many as the block has, of these.

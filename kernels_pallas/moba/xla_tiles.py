@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.moba import plan
-from kernels_pallas.moba.xla_attend import Part, Rows, accumulator, attend, attend_gradients
+from kernels_pallas.moba.xla_attend import Mask, Part, Rows, accumulator, attend, attend_gradients
 from kernels_pallas.moba.xla_layout import Layout
 
 
@@ -71,7 +71,7 @@ def chosen_forward(layout, tiles, q_BRH, k_BSMH, v_BSME, factor, soft_cap) -> Pa
 
     def compute(block, row):
         q, k, v = take(q_BRH, row), take(k_BSMH, block), take(v_BSME, block)
-        return attend(q, k, v, None, factor, soft_cap)
+        return attend(q, k, v, Mask(), factor, soft_cap)
 
     def step(tables):
         used, *tables = tables
@@ -90,7 +90,7 @@ def chosen_backward(layout, tiles, q_BRH, k_BSMH, v_BSME, rows_BR: Rows, factor,
             take(q_BRH, row),
             take(k_BSMH, block),
             take(v_BSME, block),
-            None,
+            Mask(),
             jax.tree.map(lambda x: take(x, row), rows_BR),
             factor,
             soft_cap,

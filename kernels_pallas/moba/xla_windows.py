@@ -13,6 +13,7 @@ from jax import lax
 
 from kernels_pallas.moba import plan
 from kernels_pallas.moba.xla_attend import (
+    Mask,
     Part,
     Rows,
     accumulator,
@@ -92,33 +93,29 @@ def _reached_mask(mask: WindowMask, windows, queries: int, offset) -> WindowMask
     return WindowMask(id_BT, bits, slot_BT)
 
 
-def _mask(mask: WindowMask, windows: Windows, front: int, block_size: int, row, start, heads):
-    """Of the window whose queries begin at `row`, and keys at `start`.
-
-    Returns:
-      [B, K, G * Q, L], or [B, K, G * Q, blocks, tokens of a block], where B and K may be 1; None:
-      all of it is attended.
-    """
-    if windows.check == "none":
-        return None
-    if windows.check in ("blocks", "diagonal"):
-        member = _member_blocks(mask, windows, block_size, row, start)
-        if windows.check == "diagonal":
-            causal = np.tril(np.ones((windows.rows, windows.rows), bool))
-            member = member & causal.reshape(windows.rows, member.shape[-2], -1)
-    elif windows.check == "all":
-        member = _member(mask, windows, front, row, start)
-    else:
+def _mask(
+    mask: WindowMask, windows: Windows, front: int, block_size: int, row, start, groups: int
+) -> Mask:
+    """Of the window whose queries begin at `row`, and keys at `start`."""
+    pairs = blocks = None
+    if windows.check == "all":
+        pairs = _member(mask, windows, front, row, start)
+    elif windows.check in ("diagonal", "own", "causal"):
         t = np.arange(windows.rows)
-        member = np.tril(np.ones((windows.rows, windows.rows), bool))
+        earlier = t[:, None] >= t
         if windows.check == "own":
-            member = member & (t[:, None] // block_size == t // block_size)
-        member = jnp.asarray(member)[None, None, None]
-    member = jnp.broadcast_to(member, (*member.shape[:2], heads, *member.shape[3:]))
-    # Or it is computed again at every use, and that of blocks for every key of a block.
-    return lax.optimization_barrier(
-        member.reshape(*member.shape[:2], heads * windows.rows, *member.shape[4:])
-    )
+            earlier &= t[:, None] // block_size == t // block_size
+        pairs = jnp.asarray(earlier)[None, None, None]
+    if windows.check in ("diagonal", "blocks"):
+        blocks = _member_blocks(mask, windows, block_size, row, start)
+
+    def of_groups(x):
+        x = jnp.broadcast_to(x, (*x.shape[:2], groups, *x.shape[3:]))
+        x = x.reshape(*x.shape[:2], groups * windows.rows, x.shape[4])
+        # Or it is computed again at every use.
+        return lax.optimization_barrier(x)
+
+    return jax.tree.map(of_groups, Mask(pairs, blocks))
 
 
 def _member(mask: WindowMask, windows: Windows, front: int, row, start):
@@ -139,15 +136,15 @@ def _member(mask: WindowMask, windows: Windows, front: int, row, start):
 
 
 def _member_blocks(mask: WindowMask, windows: Windows, block_size: int, row, start):
-    """Every query and block, [B, K, G, Q, blocks, 1]; keys are whole blocks, or a part of one."""
+    """Every query and block, [B, K, G, Q, blocks]; keys are whole blocks, or a part of one."""
     blocks = max(1, windows.keys // block_size)
     number = start // block_size + jnp.arange(blocks, dtype=jnp.int32)
     own = _slice(mask.id_BT, row, windows.rows, 1)[:, None, None, :, None] == number * block_size
     if mask.bits_BKGTw is None:
-        return own[..., None]
+        return own
     words = jnp.take(_slice(mask.bits_BKGTw, row, windows.rows, 3), number // 32, axis=-1)
     shift = jnp.broadcast_to((number % 32).astype(jnp.uint32), words.shape)
-    return (own | ((lax.shift_right_logical(words, shift) & 1) == 1))[..., None]
+    return own | ((lax.shift_right_logical(words, shift) & 1) == 1)
 
 
 def _queries_of(x_BKGTX, windows: Windows, row):
