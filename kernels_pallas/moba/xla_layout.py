@@ -75,7 +75,6 @@ class Layout:
     """
 
     block_size: int
-    aligned: bool
     dense: bool
     everything: bool
     candidates: int
@@ -157,7 +156,7 @@ def make_layout(
     scored = not call.fixed
     queries = length if queries is None else queries
     windows = _dense_windows(call, queries, front=length - queries)
-    dense = Layout(M, call.aligned, True, call.everything, S, J, scored, windows)
+    dense = Layout(M, True, call.everything, S, J, scored, windows)
     pairs = kv_heads * groups * plan.max_chunk_pairs(length, queries, M, J)
     tile = 8
     most = _TILE if M >= _TILE else _TILE // 2
@@ -168,7 +167,6 @@ def make_layout(
     together = max(1, min(together, _MAX_STEP_TILES, tiles))
     grouped = Layout(
         M,
-        call.aligned,
         False,
         False,
         S,
