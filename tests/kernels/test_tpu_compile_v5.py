@@ -2,9 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
+from kernels_pallas import tpu_topology
 from kernels_pallas.moba import sharded
 from tests.kernels.tpu_compilation import MILLION, cases_of, check_case, check_mod
 
@@ -25,7 +25,7 @@ def test_compiles(case):
 
 def test_gradients_of_keys_are_scattered():
     """Not summed in full on every device, and not in bfloat16."""
-    devices = np.array(topologies.get_topology_desc("v5e:2x4", "tpu").devices)
+    devices = np.array(tpu_topology.devices("v5e:2x4"))
     axes = sharded._Axes(
         Mesh(devices.reshape(1, 8), ("data", "context")), ("data",), None, "context"
     )
@@ -36,6 +36,12 @@ def test_gradients_of_keys_are_scattered():
     x = jax.ShapeDtypeStruct((2, 4096, 2, 128), F32, sharding=NamedSharding(axes.mesh, axes.row))
     text = jax.jit(axes.map(scatter, axes.row, axes.tokens)).lower(x).compile().as_text()
     assert "f32[2048,128]" in text and " reduce-scatter(" in text and " all-reduce(" not in text
+
+
+@pytest.mark.parametrize("name", ["v9", "v5e:3x7"])
+def test_unknown_topologies(name):
+    with pytest.raises(ValueError, match=f"'{name}' is neither a generation of TPU .*v6e, tpu7x"):
+        tpu_topology.devices(name)
 
 
 @pytest.mark.parametrize("generation", ("v5e", "v5p"))

@@ -1,24 +1,13 @@
 """TPU kernels compiled, by libtpu, for each generation of TPU: no TPU is needed."""
 
-import os
 import re
-
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-# Or libtpu waits for the metadata server of a machine in the cloud.
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-# No device is taken, so that another process may have libtpu open as well.
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas import moba, mod
+from kernels_pallas.tpu_topology import one_chip
 
-TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 MILLION = 1 << 20
 
 
@@ -37,14 +26,6 @@ def cases_of(generations: tuple[str, ...]) -> list[tuple]:
         )
         for generation in generations
     ]
-
-
-def one_chip(generation: str) -> NamedSharding:
-    """Everything on a single chip of a generation."""
-    devices = topologies.get_topology_desc(
-        platform="tpu", topology_name=TOPOLOGIES[generation]
-    ).devices
-    return NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
 
 
 def compile_case(generation, T, N, K, H, block_size, top_k, dtype, documents):
