@@ -702,28 +702,8 @@ def interval_dkv(offset, low_T, k_YH, v_YE, rows: Rows, *, shape: _Shape, scores
 # --- The two passes -------------------------------------------------------------------------------
 
 
-def _over_groups(function, layout: Layout, N: int, carry):
-    """function(carry, first query head) -> carry, for one group of heads after another."""
-    if layout.heads == N:
-        return function(carry, jnp.int32(0))
-    return lax.fori_loop(
-        0, N // layout.heads, lambda i, carry: function(carry, i * layout.heads), carry
-    )
-
-
 def _rows_of(x):
     return x.reshape(-1, x.shape[-1])
-
-
-def _low(call: plan.Call, blocks: plan.Blocks, queries: int, offset):
-    """Where each query's interval begins: behind the query if it is padding."""
-    if queries < blocks.own_BT.shape[1]:
-        blocks = plan.of_queries(blocks, offset, queries)
-    low_BT = blocks.own_BT
-    if call.everything:
-        low_BT = low_BT - (blocks.end_BT - blocks.first_BT) * call.block_size
-    behind_T = jnp.arange(queries, dtype=jnp.int32) + (offset + 1)
-    return jnp.where(blocks.own_BT < 0, behind_T, low_BT).reshape(-1)
 
 
 def _make_shape(call, layout: Layout, q_BTNH, k_BTKH, blocks) -> _Shape:
@@ -759,7 +739,7 @@ def forward(
     shape = _make_shape(call, layout, q_BTNH, k_BTKH, blocks)
     common = {"scores": _Scores(call.scale, call.soft_cap), "interpret": interpret}
     q_RH, k_YH, v_YE = (_rows_of(x) for x in (q_BTNH, plan.bounded(k_BTKH), v_BTKE))
-    low_T = _low(call, blocks, T, offset)
+    low_T = plan.intervals(call, blocks, T, offset).reshape(-1)
 
     def group(out, start):
         pairs = ()
@@ -788,7 +768,7 @@ def forward(
         jnp.empty((B * N * T,), jnp.float32),
         jnp.empty((B * N * T,), jnp.float32),
     )
-    o, top, inverse = _over_groups(group, layout, N, out)
+    o, top, inverse = plan.over_groups(group, layout.heads, N, out)
     return o.reshape(B, T, N, E), top.reshape(B, N, T), inverse.reshape(B, N, T)
 
 
@@ -812,7 +792,7 @@ def backward(
     delta_BTN = jnp.sum(do_BTNE.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
     stats = (jnp.swapaxes(top, 1, 2), jnp.swapaxes(inverse, 1, 2), delta_BTN)
     rows = Rows(_rows_of(q_BTNH), _rows_of(do_BTNE), *(x.reshape(-1) for x in stats))
-    low_T = _low(call, blocks, T, offset)
+    low_T = plan.intervals(call, blocks, T, offset).reshape(-1)
 
     def group(sums, start):
         dq_RH, dk_YH, dv_YE = sums
@@ -829,22 +809,11 @@ def backward(
 
     dk_YH, dv_YE = interval_dkv(offset, low_T, k_YH, v_YE, rows, shape=shape, **common)
     sums = jnp.empty((B * T * N, H), q_BTNH.dtype), dk_YH, dv_YE
-    dq_RH, dk_YH, dv_YE = _over_groups(group, layout, N, sums)
+    dq_RH, dk_YH, dv_YE = plan.over_groups(group, layout.heads, N, sums)
     return dq_RH.reshape(q_BTNH.shape), dk_YH.reshape(k_BTKH.shape), dv_YE.reshape(v_BTKE.shape)
 
 
 # --- The choice -----------------------------------------------------------------------------------
-
-
-def _split(c_SH, dtype):
-    """Arrays of `dtype` whose sum is c: one of float32, three of bfloat16."""
-    parts = []
-    while dtype == jnp.bfloat16 and len(parts) < 2:
-        bits = lax.bitcast_convert_type(c_SH, jnp.int32) & jnp.int32(-1 << 16)
-        high = lax.bitcast_convert_type(bits, jnp.float32)
-        parts.append(high.astype(dtype))
-        c_SH = c_SH - high
-    return (*parts, c_SH.astype(dtype))
 
 
 def _choose_kernel(first_ref, end_ref, q_ref, c_refs, out_ref, *, U, C, S, call, shape):
@@ -933,6 +902,6 @@ def choose(call: plan.Call, q_BTNH, c_BKSH, blocks: plan.Blocks, *, interpret: b
             blocks.first_BT.reshape(-1),
             blocks.end_BT.reshape(-1),
             _rows_of(q_BTNH),
-            _split(_rows_of(c_BKSH), q_BTNH.dtype),
+            plan.split(_rows_of(c_BKSH), q_BTNH.dtype),
         ),
     )[0].reshape(B, N, J, T)
