@@ -157,14 +157,14 @@ def moba_attention(
         query,
         key,
         value,
+        segment_ids,
+        implementation,
         block_size=block_size,
         top_k=top_k,
         scale=scale,
-        segment_ids=segment_ids,
         soft_cap=soft_cap,
         sink_blocks=sink_blocks,
         window_blocks=window_blocks,
-        implementation=implementation,
     )
     if implementation == "reference":
         out = reference.attention(
@@ -188,15 +188,15 @@ def _prepare(
     query,
     key,
     value,
+    segment_ids,
+    implementation,
     *,
     block_size,
     top_k,
-    scale,
-    segment_ids,
-    soft_cap,
-    sink_blocks,
-    window_blocks,
-    implementation,
+    scale=None,
+    soft_cap=None,
+    sink_blocks=0,
+    window_blocks=0,
 ) -> tuple[plan.Call, jax.Array, jax.Array, jax.Array]:
     """Checks all arguments; the call, and its arrays of one dtype without what padding holds."""
     _check_blocks(block_size, top_k)
