@@ -111,7 +111,7 @@ def cached_attention(
 ) -> Array:
     """Softmax attention of each query to the slots up to its own, scaled by H^-0.5.
 
-    Only the slots that are in use, up to the next tile, are read.
+    One token a row reads the blocks that it chose, or all slots; many read those that are in use.
 
     Args:
       q_RCNH: queries.
@@ -119,7 +119,7 @@ def cached_attention(
       slot_RC: int, the slots of the queries' own tokens.
       own: key [R, 1, K, H] and value of the queries' own tokens where C is 1 and the cache does not
         hold them yet.
-      rows_R: int, the rows of the cache that the queries belong to; None: all, in order.
+      rows_R: int, the rows of the cache that the queries belong to, where C is 1; None: all.
       chosen_RNJC: what `choose_cached_blocks` returned: only these blocks and the own one.
       block: M, where there are chosen blocks.
       soft_cap: scores become c tanh(scores / c).
@@ -127,186 +127,176 @@ def cached_attention(
     Returns:
       [R, C, N, Hv] in the query's dtype; the softmax is float32.
     """
-    R, C, N, H = q_RCNH.shape
-    K = k_BKSH.shape[1]
-    q_RKGCH = plan.group_heads(q_RCNH, K)
-    state = _start(q_RKGCH, own, v_BKSH.shape[3], soft_cap)
-    seen_RC = slot_RC if own is not None else slot_RC + 1
-    if chosen_RNJC is not None and C == 1:
-        number_RKGJ = jnp.concatenate(
-            [
-                chosen_RNJC[..., 0].reshape(R, K, N // K, -1),
-                jnp.broadcast_to((slot_RC // block)[:, :, None, None], (R, K, N // K, 1)),
-            ],
-            axis=3,
+    C = q_RCNH.shape[1]
+    if C > 1:
+        return _attend_chunk(q_RCNH, k_BKSH, v_BKSH, slot_RC, chosen_RNJC, block, soft_cap)
+    seen_R = slot_RC[:, 0] + (own is None)
+    chosen_RNJ = None
+    if chosen_RNJC is not None:
+        own_RN1 = jnp.broadcast_to((slot_RC // block)[:, None], (*chosen_RNJC.shape[:2], 1))
+        chosen_RNJ = jnp.concatenate([chosen_RNJC[..., 0], own_RN1], axis=2)
+    return _attend_token(q_RCNH, k_BKSH, v_BKSH, seen_R, own, rows_R, chosen_RNJ, block, soft_cap)
+
+
+# --- One token a row -----------------------------------------------------------------------------
+
+
+def _attend_token(q_R1NH, k_BKSH, v_BKSH, seen_R, own, rows_R, chosen_RNJ, block, soft_cap):
+    """Attention to the first `seen` slots, or to those in the blocks of the given numbers."""
+    R, _, N, H = q_R1NH.shape
+    K, S = k_BKSH.shape[1:3]
+    if chosen_RNJ is not None:
+        # Every head has keys of its own now.
+        k_RKZH, v_RKZH = (_gather_blocks(x, chosen_RNJ, rows_R, block) for x in (k_BKSH, v_BKSH))
+        slot_RKZ = chosen_RNJ[..., None] * block + jnp.arange(block, dtype=jnp.int32)
+        slot_RKZ = jnp.where((chosen_RNJ >= 0)[..., None], slot_RKZ, S).reshape(R, N, -1)
+        if own is not None:
+            own = tuple(jnp.repeat(x, N // K, axis=2) for x in own)
+        K = N
+    else:
+        k_RKZH, v_RKZH = (x if rows_R is None else x[rows_R] for x in (k_BKSH, v_BKSH))
+        slot_RKZ = jnp.arange(S, dtype=jnp.int32)[None, None]
+    held_RKZ = slot_RKZ < seen_R[:, None, None]
+    q_RKGH = q_R1NH.reshape(R, K, N // K, H)
+    # Keys first: as the other operand XLA would copy and transpose them.
+    scores_RKZG = _finite(
+        jnp.einsum("rkzh,rkgh->rkzg", k_RKZH, q_RKGH, preferred_element_type=jnp.float32),
+        H,
+        soft_cap,
+    )
+    scores_RKZG = jnp.where(held_RKZ[..., None], scores_RKZG, -jnp.inf)
+    top_RKG = jnp.maximum(jnp.max(scores_RKZG, axis=2), jnp.finfo(jnp.float32).min)
+    if own is not None:
+        k_RKH, v_RKH = (x[:, 0] for x in own)
+        score_RKG = _finite(
+            jnp.einsum("rkh,rkgh->rkg", k_RKH, q_RKGH, preferred_element_type=jnp.float32),
+            H,
+            soft_cap,
         )
-        state = _gather_blocks(
-            state, q_RKGCH, k_BKSH, v_BKSH, seen_RC[:, 0], number_RKGJ, rows_R, block, soft_cap
-        )
-        return _finish(state, q_RCNH.dtype)
-    own_RC = slot_RC // block if chosen_RNJC is not None else None
-    tile = min(_TILE, k_BKSH.shape[2])
-    piece = max(1, min(C, _PIECE_ELEMENTS // (R * N * tile)))
-    pieces = -(-C // piece)
+        top_RKG = jnp.maximum(top_RKG, score_RKG)
+    weight_RKZG = jnp.exp(scores_RKZG - top_RKG[:, :, None])
+    total_RKG = jnp.sum(weight_RKZG, axis=2)
 
-    def attend(i):
-        def cut(x, axis):
-            return None if x is None else lax.dynamic_slice_in_dim(x, i * piece, piece, axis)
-
-        return _finish(
-            _scan_tiles(
-                [cut(x, 3) for x in state],
-                cut(q_RKGCH, 3),
-                k_BKSH,
-                v_BKSH,
-                cut(seen_RC, 1),
-                cut(chosen_RNJC, 3),
-                cut(own_RC, 1),
-                rows_R,
-                block,
-                tile,
-                soft_cap,
-            ),
-            q_RCNH.dtype,
+    def values(v_RKZH):
+        return jnp.einsum(
+            "rkzg,rkzh->rkgh",
+            weight_RKZG.astype(v_RKZH.dtype),
+            v_RKZH,
+            preferred_element_type=jnp.float32,
         )
 
-    if pieces == 1:
-        return attend(0)
+    def without_rubbish():
+        return values(jnp.where(held_RKZ[..., None], v_RKZH, 0))
 
-    def pad(x, axis):
-        if x is None:
-            return None
-        widths = [(0, 0)] * x.ndim
-        widths[axis] = (0, pieces * piece - C)
-        return jnp.pad(x, widths)
-
-    q_RKGCH, state = pad(q_RKGCH, 3), [pad(x, 3) for x in state]
-    seen_RC, own_RC, chosen_RNJC = pad(seen_RC, 1), pad(own_RC, 1), pad(chosen_RNJC, 3)
-    y_PRCNH = lax.map(attend, jnp.arange(pieces, dtype=jnp.int32))
-    return jnp.moveaxis(y_PRCNH, 0, 1).reshape(R, pieces * piece, N, -1)[:, :C]
-
-
-def _start(q_RKGCH, own, width, soft_cap):
-    """(largest score, sum of exponentials, sum of weighted values), float32, of the own tokens."""
-    shape = q_RKGCH.shape[:4]
-    if own is None:
-        lowest = jnp.finfo(jnp.float32).min
-        return (
-            jnp.full(shape, lowest, jnp.float32),
-            jnp.zeros(shape, jnp.float32),
-            jnp.zeros((*shape, width), jnp.float32),
-        )
-    k_RKCH, v_RKCH = (jnp.swapaxes(x, 1, 2) for x in own)
-    score = _scores(q_RKGCH, k_RKCH, soft_cap)[..., 0]
-    value = jnp.broadcast_to(v_RKCH[:, :, None].astype(jnp.float32), (*shape, width))
-    return score, jnp.ones(shape, jnp.float32), value
+    if chosen_RNJ is not None:
+        y_RKGH = without_rubbish()
+    else:
+        # A weight of 0 does not silence a NaN, but a copy of all values would cost as much again.
+        y_RKGH = values(v_RKZH)
+        y_RKGH = lax.cond(jnp.all(jnp.isfinite(y_RKGH)), lambda: y_RKGH, without_rubbish)
+    if own is not None:
+        weight_RKG = jnp.exp(score_RKG - top_RKG)
+        total_RKG += weight_RKG
+        y_RKGH += weight_RKG[..., None] * v_RKH[:, :, None].astype(jnp.float32)
+    y_RKGH = y_RKGH / _positive(total_RKG)[..., None]
+    return y_RKGH.reshape(R, 1, N, -1).astype(q_R1NH.dtype)
 
 
-def _scores(q_RKGCH, k_RKZH, soft_cap):
-    """Finite scores [R, K, G, C, Z]."""
-    scores = jnp.einsum(
-        "rkgch,rkzh->rkgcz", q_RKGCH, k_RKZH, preferred_element_type=jnp.float32
-    ) * (q_RKGCH.shape[-1] ** -0.5)
+def _gather_blocks(x_BKSH, number_RNJ, rows_R, block):
+    """The slots of the blocks that each query head chose, [R, N, J M, H]; any where it is -1."""
+    B, K, S, H = x_BKSH.shape
+    R, N, J = number_RNJ.shape
+    x_BKnMH = x_BKSH.reshape(B, K, S // block, block, H)
+    number_RKGJ = jnp.maximum(number_RNJ, 0).reshape(R, K, N // K, J)
+    if rows_R is None:
+        x = jax.vmap(jax.vmap(lambda x_nMH, i_GJ: x_nMH[i_GJ]))(x_BKnMH, number_RKGJ)
+    else:
+        x = x_BKnMH[rows_R[:, None, None, None], jnp.arange(K)[:, None, None], number_RKGJ]
+    return x.reshape(R, N, J * block, H)
+
+
+def _finite(scores, width, soft_cap):
+    scores = scores * width**-0.5
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     limit = jnp.finfo(jnp.float32).max
     return jnp.clip(scores, -limit, limit)
 
 
-def _add(state, q_RKGCH, k_RKZH, v_RKZH, visible, held_RKZ, soft_cap):
-    """Takes slots into the softmax; `held`: whether a slot was ever written."""
+def _positive(total):
+    """Padding has seen nothing, and is to be zeros."""
+    return jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+
+
+# --- Many tokens a row ---------------------------------------------------------------------------
+
+
+def _attend_chunk(q_BCNH, k_BKSH, v_BKSH, slot_BC, chosen_BNJC, block, soft_cap):
+    """Attention of pieces of queries to tiles of slots, so that memory is bounded."""
+    B, C, N, _ = q_BCNH.shape
+    K, S = k_BKSH.shape[1:3]
+    tile = min(_TILE, S)
+    piece = max(1, min(C, _PIECE_ELEMENTS // (B * N * tile)))
+    pieces = -(-C // piece)
+
+    def cut(x, axis):
+        """Pieces [pieces, ...] of the queries along an axis; what is added sees nothing."""
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, pieces * piece - C)
+        x = jnp.pad(x, widths, constant_values=-1)
+        shape = (*x.shape[:axis], pieces, piece, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x.reshape(shape), axis, 0)
+
+    def attend(queries):
+        q_BKGCH, slot_BC, chosen_BNJC = queries
+        last_B = jnp.max(slot_BC, axis=1)
+
+        def add_tile(i, state):
+            start = jnp.minimum(i * tile, S - tile)
+            slot_Z = start + jnp.arange(tile, dtype=jnp.int32)
+            # The last tile may begin before its time, to end with the slots.
+            seen_BCZ = (slot_Z >= i * tile) & (slot_Z <= slot_BC[..., None])
+            visible = seen_BCZ[:, None, None]
+            if chosen_BNJC is not None:
+                number_Z = slot_Z // block
+                chosen_BNCZ = jnp.any(chosen_BNJC[..., None] == number_Z, axis=2)
+                chosen_BNCZ |= ((slot_BC // block)[..., None] == number_Z)[:, None]
+                visible = visible & chosen_BNCZ.reshape(*q_BKGCH.shape[:4], tile)
+            k_BKZH, v_BKZH = (lax.dynamic_slice_in_dim(x, start, tile, 2) for x in (k_BKSH, v_BKSH))
+            # A weight of 0 does not silence a NaN.
+            v_BKZH = jnp.where((slot_Z <= last_B[:, None])[:, None, :, None], v_BKZH, 0)
+            return _add_tile(state, q_BKGCH, k_BKZH, v_BKZH, visible, soft_cap)
+
+        shape = q_BKGCH.shape[:4]
+        state = (
+            jnp.full(shape, jnp.finfo(jnp.float32).min),
+            jnp.zeros(shape, jnp.float32),
+            jnp.zeros((*shape, v_BKSH.shape[3]), jnp.float32),
+        )
+        tiles = jnp.max(last_B) // tile + 1
+        _, total, value = lax.fori_loop(0, tiles, add_tile, state)
+        return (value / _positive(total)[..., None]).astype(q_BCNH.dtype)
+
+    chosen = None if chosen_BNJC is None else cut(chosen_BNJC, 3)
+    queries = cut(plan.group_heads(q_BCNH, K), 3), cut(slot_BC, 1), chosen
+    y_PBKGCH = lax.map(attend, queries)
+    y_BPCKGH = jnp.transpose(y_PBKGCH, (1, 0, 4, 2, 3, 5))
+    return y_BPCKGH.reshape(B, pieces * piece, N, -1)[:, :C]
+
+
+def _add_tile(state, q_BKGCH, k_BKZH, v_BKZH, visible, soft_cap):
+    """One more tile in the softmax: (largest score, sum of weights, weighted sum of values)."""
     top, total, value = state
-    scores = jnp.where(visible, _scores(q_RKGCH, k_RKZH, soft_cap), -jnp.inf)
+    scores = jnp.einsum("bkgch,bkzh->bkgcz", q_BKGCH, k_BKZH, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible, _finite(scores, q_BKGCH.shape[4], soft_cap), -jnp.inf)
     new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
     weights = jnp.exp(scores - new_top[..., None])
-    factor = jnp.exp(top - new_top)
-    # A weight of 0 does not silence a NaN.
-    v_RKZH = jnp.where(held_RKZ[..., None], v_RKZH, 0)
     added = jnp.einsum(
-        "rkgcz,rkzh->rkgch",
-        weights.astype(v_RKZH.dtype),
-        v_RKZH,
+        "bkgcz,bkzh->bkgch",
+        weights.astype(v_BKZH.dtype),
+        v_BKZH,
         preferred_element_type=jnp.float32,
     )
+    factor = jnp.exp(top - new_top)
     total = factor * total + jnp.sum(weights, axis=-1)
     return new_top, total, factor[..., None] * value + added
-
-
-def _finish(state, dtype):
-    """[R, C, N, Hv]."""
-    _, total, value = state
-    R, K, G, C, width = value.shape
-    # Padding has seen nothing.
-    y_RKGCH = (value / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]).astype(dtype)
-    return jnp.transpose(y_RKGCH, (0, 3, 1, 2, 4)).reshape(R, C, K * G, width)
-
-
-def _scan_tiles(
-    state, q_RKGCH, k_BKSH, v_BKSH, seen_RC, chosen_RNJC, own_RC, rows_R, block, tile, soft_cap
-):
-    """Attention tile by tile over all slots that any query sees, under a mask."""
-    R, K, G, C, _ = q_RKGCH.shape
-    slots = k_BKSH.shape[2]
-    last_R = jnp.max(seen_RC, axis=1)
-
-    def cut(x_BKSH, start):
-        if rows_R is None:
-            return lax.dynamic_slice_in_dim(x_BKSH, start, tile, 2)
-        sizes = (1, K, tile, x_BKSH.shape[3])
-        return jax.vmap(lambda row: lax.dynamic_slice(x_BKSH, (row, 0, start, 0), sizes)[0])(rows_R)
-
-    def step(i, state):
-        start = jnp.minimum(i * tile, slots - tile)
-        slot_Z = start + jnp.arange(tile, dtype=jnp.int32)
-        # The last tile may begin before its time, to end with the slots.
-        fresh_Z = slot_Z >= i * tile
-        visible = (fresh_Z & (slot_Z < seen_RC[..., None]))[:, None, None]
-        if chosen_RNJC is not None:
-            number_Z = slot_Z // block
-            attended_RNCZ = jnp.any(chosen_RNJC[..., None] == number_Z, axis=2)
-            attended_RNCZ |= (own_RC[..., None] == number_Z)[:, None]
-            visible = visible & attended_RNCZ.reshape(R, K, G, C, tile)
-        held_R1Z = (slot_Z < last_R[:, None])[:, None]
-        return _add(
-            state, q_RKGCH, cut(k_BKSH, start), cut(v_BKSH, start), visible, held_R1Z, soft_cap
-        )
-
-    if slots == tile:
-        return step(0, tuple(state))
-    tiles = (jnp.max(last_R) + tile - 1) // tile
-    return lax.fori_loop(0, tiles, step, tuple(state))
-
-
-def _gather_blocks(state, q_RKG1H, k_BKSH, v_BKSH, seen_R, number_RKGJ, rows_R, block, soft_cap):
-    """Attention of one token a row to the blocks of the given numbers, -1 for none."""
-    R, K, G, J = number_RKGJ.shape
-    N = K * G
-
-    def cut(x_BKSH):
-        B, _, S, H = x_BKSH.shape
-        x_BKnMH = x_BKSH.reshape(B, K, S // block, block, H)
-        number = jnp.maximum(number_RKGJ, 0)
-        if rows_R is None:
-            x = jax.vmap(jax.vmap(lambda x_nMH, i_GJ: x_nMH[i_GJ]))(x_BKnMH, number)
-        else:
-            head_K11 = jnp.arange(K)[:, None, None]
-            x = x_BKnMH[rows_R[:, None, None, None], head_K11, number]
-        return x.reshape(R, N, J * block, H)
-
-    slot = number_RKGJ[..., None] * block + jnp.arange(block, dtype=jnp.int32)
-    held = (slot >= 0) & (number_RKGJ >= 0)[..., None] & (slot < seen_R[:, None, None, None, None])
-    held_RNZ = held.reshape(R, N, J * block)
-
-    def by_head(x):
-        return x.reshape(R, N, 1, *x.shape[3:])
-
-    state = _add(
-        tuple(map(by_head, state)),
-        by_head(q_RKG1H),
-        cut(k_BKSH),
-        cut(v_BKSH),
-        held_RNZ[:, :, None, None],
-        held_RNZ,
-        soft_cap,
-    )
-    return tuple(x.reshape(R, K, G, *x.shape[3:]) for x in state)
