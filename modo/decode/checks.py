@@ -4,6 +4,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from modo.decode.cache import Cache
@@ -56,12 +57,12 @@ def check_chunk(model: Decoder, cache: Cache, tokens_BT: Array, lengths_B: Array
     _check_integers(tokens=tokens_BT, lengths=lengths_B)
     if not known(lengths_B):
         return
-    length = tokens_BT.shape[1]
-    shortest, longest = int(lengths_B.min()), int(lengths_B.max())
+    lengths_B, length = np.asarray(lengths_B), tokens_BT.shape[1]
+    shortest, longest = lengths_B.min(), lengths_B.max()
     if shortest < 0 or longest > length:
         raise ValueError(f"lengths must be in [0, {length}], got {shortest} to {longest}")
     _check_room(cache, lengths_B)
-    _check_tokens(model, tokens_BT, jnp.arange(length) < lengths_B[:, None])
+    _check_tokens(model, tokens_BT, np.arange(length) < lengths_B[:, None])
 
 
 def check_step(model: Decoder, cache: Cache, tokens_B: Array, active_B: Array) -> None:
@@ -74,8 +75,8 @@ def check_step(model: Decoder, cache: Cache, tokens_B: Array, active_B: Array) -
         )
     _check_integers(tokens=tokens_B)
     if known(active_B):
-        _check_room(cache, active_B.astype(jnp.int32))
-        _check_tokens(model, tokens_B, active_B)
+        _check_room(cache, np.asarray(active_B).astype(np.int32))
+        _check_tokens(model, tokens_B, np.asarray(active_B))
 
 
 def _check_integers(**arrays: Array) -> None:
@@ -84,22 +85,22 @@ def _check_integers(**arrays: Array) -> None:
             raise ValueError(f"{name} must be integers, got {x.dtype}")
 
 
-def _check_room(cache: Cache, added_B: Array) -> None:
+def _check_room(cache: Cache, added_B: np.ndarray) -> None:
     if not known(cache.length_B):
         return
-    total_B = cache.length_B + added_B
-    row = int(total_B.argmax())
-    if total_B[row] > cache.max_length:
+    length_B = np.asarray(cache.length_B)
+    row = np.argmax(length_B + added_B)
+    if length_B[row] + added_B[row] > cache.max_length:
         raise ValueError(
-            f"row {row} has {int(cache.length_B[row])} tokens and {int(added_B[row])} more, but "
-            f"the cache holds {cache.max_length}"
+            f"row {row} has {length_B[row]} tokens and gets {added_B[row]} more, but the cache "
+            f"holds {cache.max_length}"
         )
 
 
-def _check_tokens(model: Decoder, tokens: Array, used: Array) -> None:
+def _check_tokens(model: Decoder, tokens: Array, used: np.ndarray) -> None:
     if not known(tokens):
         return
-    vocab = model.config.vocab_size
+    tokens, vocab = np.asarray(tokens), model.config.vocab_size
     bad = used & ((tokens < 0) | (tokens >= vocab))
-    if bool(bad.any()):
-        raise ValueError(f"tokens must be in [0, {vocab}), got {int(tokens[bad][0])}")
+    if bad.any():
+        raise ValueError(f"tokens must be in [0, {vocab}), got {tokens[bad][0]}")

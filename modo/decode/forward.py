@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -29,8 +30,9 @@ def prefill(
 ) -> tuple[Array, Cache]:
     """Takes the next tokens of each row into the cache: a whole prompt, or a chunk of one.
 
-    Where all rows are empty, attention is the parallel one of the modules; it is against the cache
-    otherwise, in pieces, so that memory does not grow with chunk times cache.
+    Attention is to the cache, in pieces, so that memory does not grow with chunk times cache; where
+    all rows are empty, MoBA is `modo.moba_attention`. Routed layers compute about as many tokens
+    as they route.
 
     Args:
       model: a Decoder; one with scanned layers is faster after `Decoder.unstacked`.
@@ -60,7 +62,7 @@ def prefill(
     check_chunk(model, cache, tokens_BT, lengths_B)
     fresh = None
     if known(cache.length_B):
-        fresh = not bool(jnp.any(cache.length_B))
+        fresh = not np.asarray(cache.length_B).any()
     graphdef, params = nnx.split(model)
     return _prefill(
         graphdef,

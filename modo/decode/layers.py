@@ -16,7 +16,6 @@ from modo.nn.attention import Attention
 from modo.nn.decoder import Block
 from modo.nn.depth import MixtureOfDepths, apply_gate
 from modo.ops import routing as ops
-from modo.ops.attention import causal_attention
 from modo.ops.cached_attention import (
     cached_attention,
     choose_cached_blocks,
@@ -318,17 +317,16 @@ def _finish(
     slot_BP = jnp.where(p_P < added_B[:, None], count_B[:, None] + p_P, -1)
 
     def parallel():
-        if attention.block_size is not None and not chunk.sparse:
-            return causal_attention(q_BPNH, k_BPKH, v_BPKH, soft_cap=attention.soft_cap)
         return attention.attend(q_BPNH, k_BPKH, v_BPKH)
 
     def cached():
         return _attend_cache(attention, layer, q_BPNH, slot_BP, chunk.sparse)
 
-    if isinstance(chunk.fresh, bool):
-        y_BPNH = parallel() if chunk.fresh else cached()
+    fresh = chunk.fresh if layer.block is not None and chunk.sparse else False
+    if isinstance(fresh, bool):
+        y_BPNH = parallel() if fresh else cached()
     else:
-        y_BPNH = lax.cond(chunk.fresh, parallel, cached)
+        y_BPNH = lax.cond(fresh, parallel, cached)
     return block.after_attention(x_BPD, attention.output(y_BPNH), gate_BP)
 
 

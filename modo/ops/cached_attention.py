@@ -14,7 +14,7 @@ from kernels_pallas.moba import plan
 # Slots that are looked at together.
 _TILE = 512
 # Elements of the scores of a piece of queries against a tile.
-_PIECE_ELEMENTS = 1 << 22
+_PIECE_ELEMENTS = 1 << 20
 
 
 def block_slots(slots: int, block_size: int) -> tuple[int, int]:
