@@ -30,17 +30,24 @@ CONFIGS = {
 
 
 def make_model(config: modo.ModelConfig, *, bias: float = 0.0, seed: int = 0) -> modo.Decoder:
-    """A model as if trained: every parameter moved, predictors that choose by token and place."""
-    graphdef, params = nnx.split(modo.Decoder(config, rngs=nnx.Rngs(seed)))
-    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-    moved = []
-    for number, (path, x) in enumerate(leaves):
+    """A model as if trained: no parameter is at its start, and predictors choose by token."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, x):
         names = jax.tree_util.keystr(path)
-        noise = jax.random.normal(jax.random.key(100 + number), x.shape, x.dtype)
-        if "score" in names:
-            x = jnp.full_like(x, bias) if "bias" in names else 3 * noise
-        moved.append(x if "score" in names else x + 0.1 * noise)
-    return nnx.merge(graphdef, jax.tree.unflatten(tree, moved))
+        noise = rng.standard_normal(x.shape)
+        if "bias" in names:
+            noise = np.full(x.shape, bias) if "score" in names else 0.1 * noise
+        elif "norm" in names:
+            noise = 1 + 0.1 * noise
+        elif "score" in names:
+            noise = 3 * noise
+        elif "kernel" in names:
+            noise = noise * x.shape[-2] ** -0.5
+        return jnp.asarray(noise, x.dtype)
+
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: modo.Decoder(config, rngs=nnx.Rngs(0))))
+    return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(draw, params))
 
 
 def some_tokens(batch: int, length: int, seed: int = 0) -> np.ndarray:
