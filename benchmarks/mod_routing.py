@@ -20,22 +20,13 @@ import os
 import pathlib
 import re
 
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-# No device is taken, so that another process may have libtpu open as well.
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kernels_pallas import mod
+from kernels_pallas import mod, tpu_topology
 
-TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 # Bytes a second of a device; of tpu7x that is half a chip.
 BANDWIDTH = {"v5e": 819e9, "v5p": 2765e9, "v6e": 1640e9, "tpu7x": 3690e9}
 # B, T, D, C
@@ -47,8 +38,7 @@ _FREE = ("parameter", "bitcast", "constant", "get-tuple-element", "tuple", "call
 
 def compile_for(generation: str, function, args, donated=()):
     """Compiles for one chip."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation])
-    sharding = NamedSharding(Mesh(np.array(topology.devices[:1]), ("x",)), PartitionSpec())
+    sharding = tpu_topology.one_chip(generation)
     jitted = jax.jit(
         function, in_shardings=sharding, out_shardings=sharding, donate_argnums=donated
     )
@@ -128,9 +118,8 @@ def compare(generation: str, shape, dtype) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--generations", nargs="+", choices=list(TOPOLOGIES), default=list(TOPOLOGIES)
-    )
+    generations = list(tpu_topology.TOPOLOGIES)
+    parser.add_argument("--generations", nargs="+", choices=generations, default=generations)
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     rows = []

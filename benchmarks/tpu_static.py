@@ -22,11 +22,6 @@ import tempfile
 
 # Read once, when libtpu is loaded.
 os.environ["TPU_STATIC_DUMP"] = tempfile.mkdtemp(prefix="tpu-static-")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-# No device is taken, so that another process may have libtpu open as well.
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["LIBTPU_INIT_ARGS"] = (
     f"{os.environ.get('LIBTPU_INIT_ARGS', '')} --xla_jf_dump_to={os.environ['TPU_STATIC_DUMP']} "
@@ -35,16 +30,13 @@ os.environ["LIBTPU_INIT_ARGS"] = (
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import topologies
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kernels_pallas import tpu_topology
 from kernels_pallas.moba import plan, tpu, tpu_choose, tpu_interval, tpu_tiles
 
 _DUMP = pathlib.Path(os.environ["TPU_STATIC_DUMP"])
-TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 # Cycles a nanosecond.
 CLOCK = {"v5e": 1.5, "v5p": 1.75, "v6e": 1.75, "tpu7x": 1.9}
 TILES = ((256, 512), (512, 512))
@@ -56,8 +48,7 @@ TOP_K = 3
 
 def compile_for(generation: str, function, args):
     """Compiles for one chip."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation])
-    sharding = NamedSharding(Mesh(np.array(topology.devices[:1]), ("x",)), PartitionSpec())
+    sharding = tpu_topology.one_chip(generation)
     return jax.jit(function, in_shardings=sharding, out_shardings=sharding).lower(*args).compile()
 
 
@@ -248,9 +239,8 @@ def estimate(generation: str, rows: list[dict], block_size: int, length: int, ot
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--generations", nargs="+", choices=list(TOPOLOGIES), default=list(TOPOLOGIES)
-    )
+    generations = list(tpu_topology.TOPOLOGIES)
+    parser.add_argument("--generations", nargs="+", choices=generations, default=generations)
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     rows, estimates = [], []

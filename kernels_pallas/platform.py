@@ -17,18 +17,18 @@ from jax.interpreters import batching, mlir
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """function(static, *arrays, interpret=interpret), hashable.
+    """function(*static, *arrays, interpret=interpret), hashable.
 
     Attributes:
       interpret: False: compiled; else as for pallas_call.
     """
 
     function: Callable
-    static: Hashable
+    static: tuple[Hashable, ...] = ()
     interpret: bool = False
 
     def __call__(self, *args):
-        return self.function(self.static, *args, interpret=self.interpret)
+        return self.function(*self.static, *args, interpret=self.interpret)
 
 
 def by_platform(kernels: dict[str, Kernel], elsewhere: Callable, out_shapes, *args):
@@ -50,6 +50,20 @@ def by_platform(kernels: dict[str, Kernel], elsewhere: Callable, out_shapes, *ar
         for platform, kernel in kernels.items()
     }
     return lax.platform_dependent(*args, default=elsewhere, **branches)
+
+
+def on_platform(platform: str, kernel: Kernel, out_shapes, *args):
+    """What the kernel makes of the arguments, interpreted on any other platform than its own.
+
+    Args: as for `by_platform`.
+    """
+    compiled, interpreted = (
+        functools.partial(
+            call_kernel, dataclasses.replace(kernel, interpret=interpret), None, out_shapes
+        )
+        for interpret in (False, True)
+    )
+    return lax.platform_dependent(*args, default=interpreted, **{platform: compiled})
 
 
 def call_kernel(kernel: Kernel, elsewhere: Callable | None, out_shapes, *args):

@@ -1,50 +1,26 @@
-"""TPU kernels compiled, by libtpu, for each generation of TPU: no TPU is needed."""
+"""TPU kernels compiled, by libtpu, for each generation of TPU: no TPU is needed.
 
-import os
+libtpu may compile in one thread of a process only, so generations are shared out over test files.
+"""
+
 import re
-
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-# Or libtpu waits for the metadata server of a machine in the cloud.
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-# No device is taken, so that another process may have libtpu open as well.
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import pytest
 
 from kernels_pallas import moba, mod
+from kernels_pallas.tpu_topology import one_chip
 
-TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 MILLION = 1 << 20
-
-
-def cases_of(generations: tuple[str, ...]) -> list[tuple]:
-    """What every generation compiles.
-
-    generation, T, query heads, key heads, head width, block_size, top_k, dtype, documents
-    """
-    return [
-        (generation, *case)
-        for case in (
-            (8192, 4, 1, 128, 512, 3, jnp.bfloat16, False),
-            (8192, 2, 1, 64, 128, 8, jnp.float32, True),
-            (8192, 2, 2, 256, 512, 3, jnp.bfloat16, True),
-            (32768, 1, 1, 128, 4096, 3, jnp.bfloat16, False),
-        )
-        for generation in generations
-    ]
-
-
-def one_chip(generation: str) -> NamedSharding:
-    """Everything on a single chip of a generation."""
-    devices = topologies.get_topology_desc(
-        platform="tpu", topology_name=TOPOLOGIES[generation]
-    ).devices
-    return NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
+# What every generation compiles: T, query heads, key heads, head width, block_size, top_k, dtype,
+# documents
+CASES = (
+    (8192, 4, 1, 128, 512, 3, jnp.bfloat16, False),
+    (8192, 2, 1, 64, 128, 8, jnp.float32, True),
+    (8192, 2, 2, 256, 512, 3, jnp.bfloat16, True),
+    (32768, 1, 1, 128, 4096, 3, jnp.bfloat16, False),
+)
 
 
 def compile_case(generation, T, N, K, H, block_size, top_k, dtype, documents):
@@ -114,3 +90,20 @@ def check_mod(generation, T, D, C, dtype):
     jitted = jax.jit(gradients, in_shardings=sharding, out_shardings=sharding)
     text = jitted.lower(x, delta, gate, scale, index, filled).compile().as_text()
     assert "mod_combine" in text and "mod_dispatch" in text
+
+
+def make_tests(generations: tuple[str, ...], more: list[tuple]):
+    """A file's test_compiles and test_mod_compiles; more: cases, each after its generation."""
+    cases = [(generation, *case) for case in CASES for generation in generations]
+
+    @pytest.mark.parametrize("case", cases + more, ids=lambda case: "-".join(map(str, case[:7])))
+    def test_compiles(case):
+        check_case(*case)
+
+    @pytest.mark.parametrize("generation", generations)
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    def test_mod_compiles(generation, dtype):
+        check_mod(generation, 2048, 2048, 256, dtype)
+        check_mod(generation, 100, 200, 7, dtype)
+
+    return test_compiles, test_mod_compiles
