@@ -10,7 +10,7 @@ from modo.decode.cache import (
     take_rows,
 )
 from modo.decode.forward import prefill, step
-from modo.decode.generate import generate
+from modo.decode.generate import generate, stream
 
 __all__ = [
     "Cache",
@@ -22,5 +22,6 @@ __all__ = [
     "reset",
     "roll_back",
     "step",
+    "stream",
     "take_rows",
 ]
