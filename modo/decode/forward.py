@@ -27,6 +27,7 @@ def prefill(
     routing: Routing = "predictor",
     attention: CachedAttention = "sparse",
     last_only: bool = False,
+    fresh: bool | None = None,
 ) -> tuple[Array, Cache]:
     """Takes the next tokens of each row into the cache: a whole prompt, or a chunk of one.
 
@@ -45,6 +46,8 @@ def prefill(
       attention: "sparse": MoBA layers attend to the blocks that each token chooses, as in training;
         "full": to everything (the paper's way with generated tokens).
       last_only: return the logits of each row's last token of the chunk alone.
+      fresh: whether all rows are empty, where the caller knows it under jit, which spares
+        compiling for the other case; None: found out.
 
     Returns:
       (float32 logits [B, T, V], or [B, V] with last_only, cache). Logits beyond a row's length
@@ -60,7 +63,6 @@ def prefill(
     tokens_BT, lengths_B = jnp.asarray(tokens_BT), jnp.asarray(lengths_B)
     check_call(model, cache, routing, attention)
     check_chunk(model, cache, tokens_BT, lengths_B)
-    fresh = None
     if known(cache.length_B):
         fresh = not np.asarray(cache.length_B).any()
     graphdef, params = nnx.split(model)

@@ -3,6 +3,7 @@
 Axes: B rows, T tokens of the longest prompt, N new tokens, V vocabulary.
 """
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Iterator, Sequence
@@ -38,8 +39,20 @@ class _State(NamedTuple):
     count: Array
 
 
+class _Noise(NamedTuple):
+    """What may change without another compilation.
+
+    Attributes:
+      key_B: a key a row.
+      temperature: what logits are divided by.
+    """
+
+    key_B: Array
+    temperature: Array
+
+
 class _Options(NamedTuple):
-    """What is static, beside the model's shape."""
+    """What is static, beside the model's shape; the temperature is 0 or, whatever it is, 1."""
 
     routing: Routing
     attention: CachedAttention
@@ -91,7 +104,7 @@ def generate(
         a bos_token.
     """
     sampling = Sampling(temperature, top_k, top_p, tuple(stop_tokens))
-    model, prompts_BT, lengths_B, key_B = _prepare(
+    model, prompts_BT, lengths_B, noise = _prepare(
         model, prompts_BT, lengths_B, max_new_tokens, sampling, key, seeds_B, bos_token
     )
     graphdef, params = nnx.split(model)
@@ -100,10 +113,10 @@ def generate(
         params,
         prompts_BT,
         lengths_B,
-        key_B,
+        noise,
         max_new_tokens=max_new_tokens,
         routed_slots=routed_slots,
-        options=_Options(routing, attention, sampling),
+        options=_options(routing, attention, sampling),
     )
     _warn_of_dropped(dropped_LB)
     return tokens_BN
@@ -142,7 +155,7 @@ def stream(
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
     sampling = Sampling(temperature, top_k, top_p, tuple(stop_tokens))
-    model, prompts_BT, lengths_B, key_B = _prepare(
+    model, prompts_BT, lengths_B, noise = _prepare(
         model, prompts_BT, lengths_B, max_new_tokens, sampling, key, seeds_B, bos_token
     )
     # Chunks are all of one length, so the last may go beyond what was asked for.
@@ -154,18 +167,18 @@ def stream(
         routed_slots=routed_slots,
     )
     check_call(model, cache, routing, attention)
-    options = _Options(routing, attention, sampling)
-    return _stream(model, cache, prompts_BT, lengths_B, key_B, max_new_tokens, chunk, options)
+    options = _options(routing, attention, sampling)
+    return _stream(model, cache, prompts_BT, lengths_B, noise, max_new_tokens, chunk, options)
 
 
-def _stream(model, cache, prompts_BT, lengths_B, key_B, max_new_tokens, chunk, options):
+def _stream(model, cache, prompts_BT, lengths_B, noise, max_new_tokens, chunk, options):
     graphdef, params = nnx.split(model)
-    state = _start(graphdef, params, cache, prompts_BT, lengths_B, key_B, options=options)
+    state = _start(graphdef, params, cache, prompts_BT, lengths_B, noise, options=options)
     yield state.token_B[:, None], state.cache
     left = max_new_tokens - 1
     while left > 0 and not bool(jnp.all(state.done_B)):
         tokens_BN, state = _continue(
-            graphdef, params, state, key_B, new_tokens=chunk, options=options
+            graphdef, params, state, noise, new_tokens=chunk, options=options
         )
         yield tokens_BN[:, :left], state.cache
         left -= chunk
@@ -173,7 +186,7 @@ def _stream(model, cache, prompts_BT, lengths_B, key_B, max_new_tokens, chunk, o
 
 
 def _prepare(model, prompts_BT, lengths_B, max_new_tokens, sampling, key, seeds_B, bos_token):
-    """Checks, and: the model layer by layer, prompts with a token at least, lengths, keys."""
+    """Checks, and: the model layer by layer, prompts with a token at least, lengths, noise."""
     prompts_BT, lengths_B = jnp.asarray(prompts_BT), jnp.asarray(lengths_B)
     _check_prompts(model, prompts_BT, lengths_B, bos_token)
     batch = prompts_BT.shape[0]
@@ -190,11 +203,12 @@ def _prepare(model, prompts_BT, lengths_B, max_new_tokens, sampling, key, seeds_
         prompts_BT = prompts_BT.at[:, 0].set(first_B)
         lengths_B = jnp.maximum(lengths_B, 1)
     key_B = _row_keys(batch, sampling, key, seeds_B)
+    noise = _Noise(key_B, jnp.asarray(sampling.temperature or 1.0, jnp.float32))
     return (
         model.unstacked(),
         prompts_BT.astype(jnp.int32),
         lengths_B.astype(jnp.int32),
-        key_B,
+        noise,
     )
 
 
@@ -243,14 +257,19 @@ def _row_keys(batch, sampling, key, seeds_B):
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch))
 
 
-def _draw(logits_BV, count, key_B, sampling: Sampling):
-    key_B = jax.vmap(lambda key: jax.random.fold_in(key, count))(key_B)
-    token_B = draw(logits_BV, key_B, sampling)
+def _options(routing, attention, sampling: Sampling) -> _Options:
+    sampling = dataclasses.replace(sampling, temperature=float(sampling.temperature > 0))
+    return _Options(routing, attention, sampling)
+
+
+def _draw(logits_BV, count, noise: _Noise, sampling: Sampling):
+    key_B = jax.vmap(lambda key: jax.random.fold_in(key, count))(noise.key_B)
+    token_B = draw(logits_BV / noise.temperature, key_B, sampling)
     stop_tokens = jnp.asarray(sampling.stop_tokens, jnp.int32)
     return token_B, jnp.any(token_B[:, None] == stop_tokens, axis=1)
 
 
-def _first(model, cache, prompts_BT, lengths_B, key_B, options: _Options) -> _State:
+def _first(model, cache, prompts_BT, lengths_B, noise, options: _Options) -> _State:
     logits_BV, cache = prefill(
         model,
         cache,
@@ -259,12 +278,13 @@ def _first(model, cache, prompts_BT, lengths_B, key_B, options: _Options) -> _St
         routing=options.routing,
         attention=options.attention,
         last_only=True,
+        fresh=True,
     )
-    token_B, done_B = _draw(logits_BV, 0, key_B, options.sampling)
+    token_B, done_B = _draw(logits_BV, 0, noise, options.sampling)
     return _State(cache, token_B, done_B, jnp.asarray(1, jnp.int32))
 
 
-def _more(model, state: _State, key_B, new_tokens: int, options: _Options):
+def _more(model, state: _State, noise, new_tokens: int, options: _Options):
     """The next tokens [B, new_tokens], and the state behind them."""
     batch, first = state.token_B.shape[0], state.count
     if new_tokens == 0:
@@ -285,7 +305,7 @@ def _more(model, state: _State, key_B, new_tokens: int, options: _Options):
             attention=options.attention,
             active_B=~state.done_B,
         )
-        token_B, stopped_B = _draw(logits_BV, state.count, key_B, options.sampling)
+        token_B, stopped_B = _draw(logits_BV, state.count, noise, options.sampling)
         token_B = jnp.where(state.done_B, state.token_B, token_B)
         tokens_BN = lax.dynamic_update_slice_in_dim(
             tokens_BN, token_B[:, None], state.count - first, 1
@@ -309,7 +329,7 @@ def _generate(
     params,
     prompts_BT,
     lengths_B,
-    key_B,
+    noise,
     *,
     max_new_tokens,
     routed_slots,
@@ -318,20 +338,20 @@ def _generate(
     model = nnx.merge(graphdef, params)
     batch, length = prompts_BT.shape
     cache = init_cache(model, batch, length + max_new_tokens - 1, routed_slots=routed_slots)
-    state = _first(model, cache, prompts_BT, lengths_B, key_B, options)
+    state = _first(model, cache, prompts_BT, lengths_B, noise, options)
     first_B1 = state.token_B[:, None]
-    tokens_BN, state = _more(model, state, key_B, max_new_tokens - 1, options)
+    tokens_BN, state = _more(model, state, noise, max_new_tokens - 1, options)
     return jnp.concatenate([first_B1, tokens_BN], axis=1), state.cache.dropped_LB()
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="cache")
-def _start(graphdef, params, cache, prompts_BT, lengths_B, key_B, *, options: _Options):
-    return _first(nnx.merge(graphdef, params), cache, prompts_BT, lengths_B, key_B, options)
+def _start(graphdef, params, cache, prompts_BT, lengths_B, noise, *, options: _Options):
+    return _first(nnx.merge(graphdef, params), cache, prompts_BT, lengths_B, noise, options)
 
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "new_tokens"), donate_argnames="state")
-def _continue(graphdef, params, state, key_B, *, new_tokens, options: _Options):
-    return _more(nnx.merge(graphdef, params), state, key_B, new_tokens, options)
+def _continue(graphdef, params, state, noise, *, new_tokens, options: _Options):
+    return _more(nnx.merge(graphdef, params), state, noise, new_tokens, options)
 
 
 def _warn_of_dropped(dropped_LB) -> None:
