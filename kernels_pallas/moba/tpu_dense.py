@@ -5,7 +5,7 @@ own block, the others with the blocks it chose. What lies behind the query is le
 tiles that no query of a key head needs are neither fetched nor computed. No row is gathered.
 
 Where blocks divide the tiles or the tiles blocks, an interval covers pieces of a tile in full or
-not at all. The mask is then a row a piece, laid on the statistics, and costs nothing an element.
+not at all. The mask is then found for pieces, not for keys.
 
 The backward pass is one: the gradients of a whole row stay on chip, in float32.
 
@@ -82,20 +82,13 @@ def _split(pair):
     return pair >> _SHIFT, pair & _INNER
 
 
-def _spread(x_NW):
-    """A row a piece to a row a key."""
-    N, W = x_NW.shape
-    if N in (1, W):
-        return x_NW
-    return jnp.broadcast_to(x_NW[:, None], (N, W // N, W)).reshape(W, W)
-
-
-def _top(s_WW, allowed_NW):
-    """Largest scores of allowed pieces, [1, queries]."""
+def _masked(s_WW, allowed_NW):
+    """Scores; -inf in pieces that are not allowed."""
     N, W = allowed_NW.shape
-    if N < W:
-        s_WW = jnp.max(s_WW.reshape(N, W // N, W), axis=1)
-    return jnp.max(jnp.where(allowed_NW, s_WW, -jnp.inf), axis=0, keepdims=True)
+    if N in (1, W):
+        return jnp.where(allowed_NW, s_WW, -jnp.inf)
+    s_NXW = s_WW.reshape(N, W // N, W)
+    return jnp.where(allowed_NW[:, None], s_NXW, -jnp.inf).reshape(W, W)
 
 
 def _allowed(start_ref, column, N: int, size: int):
@@ -133,10 +126,10 @@ def _forward_kernel(
 
     def attend(mask):
         v = v_ref[...]
-        s = mask(cap_scores(dot(k_ref[...], q_ref[...], NT), soft_cap)[0])
-        allowed = _allowed(start_ref, column, N, size)
-        top = jnp.maximum(top_ref[...], _top(s, allowed))
-        p = jnp.exp2(s - _spread(jnp.where(allowed, top, jnp.inf)))
+        s, _ = cap_scores(dot(k_ref[...], q_ref[...], NT), soft_cap)
+        s = mask(_masked(s, _allowed(start_ref, column, N, size)))
+        top = jnp.maximum(top_ref[...], jnp.max(s, axis=0, keepdims=True))
+        p = jnp.exp2(s - top)
         fade = jnp.exp2(top_ref[...] - top)
         total_ref[...] = total_ref[...] * fade + jnp.sum(p, axis=0, keepdims=True)
         sum_ref[...] = sum_ref[...] * fade + dot(v, p.astype(v.dtype), TN)
@@ -178,8 +171,8 @@ def _backward_kernel(
     def attend(mask):
         q, k, v, do = q_ref[...], k_ref[...], v_ref[...], do_ref[...]
         s, slope = cap_scores(dot(k, q, NT), soft_cap)
-        allowed = _allowed(start_ref, column, N, size)
-        p = jnp.exp2(mask(s) - _spread(jnp.where(allowed, top_ref[...], jnp.inf)))
+        s = mask(_masked(s, _allowed(start_ref, column, N, size)))
+        p = jnp.exp2(s - top_ref[...])
         ds = p * (dot(v, do, NT) - delta_ref[...])
         if slope is not None:
             ds = ds * slope
