@@ -238,6 +238,11 @@ def _attend(implementation, call: plan.Call, q_BTNH, k_BTKH, v_BTKE, segment_ids
     return _attention(implementation, call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks)
 
 
+def _kernel(module, name: str, call: plan.Call, interpret: bool) -> Kernel:
+    # How a TPU attends depends on its generation.
+    return Kernel(getattr(module, name), call, interpret, module is tpu and name != "choose")
+
+
 def _run(implementation, name: str, call: plan.Call, out_shapes, *args):
     """What the implementation's function `name` makes of the arguments."""
     in_xla = functools.partial(getattr(plan if name == "choose" else xla, name), call)
@@ -245,13 +250,13 @@ def _run(implementation, name: str, call: plan.Call, out_shapes, *args):
         return in_xla(*args)
     if implementation is None:
         kernels = {
-            platform: Kernel(getattr(module, name), call) for platform, module in _KERNELS.values()
+            platform: _kernel(module, name, call, False) for platform, module in _KERNELS.values()
         }
         return by_platform(kernels, in_xla, out_shapes, *args)
     platform, module = _KERNELS[implementation]
     compiled, interpreted = (
         functools.partial(
-            call_kernel, Kernel(getattr(module, name), call, interpret), None, out_shapes
+            call_kernel, _kernel(module, name, call, interpret), None, out_shapes
         )
         for interpret in (False, True)
     )

@@ -25,8 +25,8 @@ from jax.experimental.layout import with_layout_constraint
 from kernels_pallas.moba import plan, tpu_choose, tpu_costs, tpu_dense, tpu_interval, tpu_tiles
 from kernels_pallas.moba.tpu_tiles import LANES
 
-_WINDOW = 512
-_TILE = 256
+_WINDOW = tpu_costs.WINDOW
+_TILE = tpu_costs.TILE
 _CHOOSE_TILE = 512
 # Where an interval begins that no query reaches.
 _NOWHERE = 1 << 30
@@ -375,7 +375,17 @@ def _normalise(o, top, total, dtype):
 def _layout(call: plan.Call, q_BTNH, v_BTKE, device_kind) -> Layout:
     B, T, N, H = q_BTNH.shape
     length, K, E = v_BTKE.shape[1:]
-    dense = tpu_costs.is_dense(call, T, length, N // K, H, E, device_kind)
+    dense = tpu_costs.is_dense(
+        call,
+        queries=T,
+        length=length,
+        groups=N // K,
+        rows=B * K,
+        key_width=H,
+        value_width=E,
+        itemsize=q_BTNH.dtype.itemsize,
+        device_kind=device_kind,
+    )
     return make_layout(call, B, T, N, K, length, dense=dense)
 
 
