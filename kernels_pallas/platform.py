@@ -17,7 +17,7 @@ from jax.interpreters import batching, mlir
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """function(static, *arrays, interpret=interpret), hashable.
+    """function(*static, *arrays, interpret=interpret), hashable.
 
     Attributes:
       interpret: False: compiled; else as for pallas_call.
@@ -26,13 +26,13 @@ class Kernel:
     """
 
     function: Callable
-    static: Hashable
+    static: tuple[Hashable, ...] = ()
     interpret: bool = False
     by_device: bool = False
 
     def __call__(self, *args, device_kind: str | None = None):
         options = {"device_kind": device_kind} if self.by_device else {}
-        return self.function(self.static, *args, interpret=self.interpret, **options)
+        return self.function(*self.static, *args, interpret=self.interpret, **options)
 
 
 def by_platform(kernels: dict[str, Kernel], elsewhere: Callable, out_shapes, *args):
@@ -54,6 +54,20 @@ def by_platform(kernels: dict[str, Kernel], elsewhere: Callable, out_shapes, *ar
         for platform, kernel in kernels.items()
     }
     return lax.platform_dependent(*args, default=elsewhere, **branches)
+
+
+def on_platform(platform: str, kernel: Kernel, out_shapes, *args):
+    """What the kernel makes of the arguments, interpreted on any other platform than its own.
+
+    Args: as for `by_platform`.
+    """
+    compiled, interpreted = (
+        functools.partial(
+            call_kernel, dataclasses.replace(kernel, interpret=interpret), None, out_shapes
+        )
+        for interpret in (False, True)
+    )
+    return lax.platform_dependent(*args, default=interpreted, **{platform: compiled})
 
 
 def call_kernel(kernel: Kernel, elsewhere: Callable | None, out_shapes, *args):

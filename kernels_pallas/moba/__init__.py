@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from kernels_pallas.moba import gpu, plan, reference, tpu, xla
 from kernels_pallas.moba.xla_layout import layout_flops, make_layout
-from kernels_pallas.platform import Kernel, by_platform, call_kernel
+from kernels_pallas.platform import Kernel, by_platform, on_platform
 
 # Implementations that are kernels: their platform and module.
 _KERNELS = {"pallas_tpu": ("tpu", tpu), "pallas_gpu": ("cuda", gpu)}
@@ -157,14 +157,14 @@ def moba_attention(
         query,
         key,
         value,
+        segment_ids,
+        implementation,
         block_size=block_size,
         top_k=top_k,
         scale=scale,
-        segment_ids=segment_ids,
         soft_cap=soft_cap,
         sink_blocks=sink_blocks,
         window_blocks=window_blocks,
-        implementation=implementation,
     )
     if implementation == "reference":
         out = reference.attention(
@@ -188,15 +188,15 @@ def _prepare(
     query,
     key,
     value,
+    segment_ids,
+    implementation,
     *,
     block_size,
     top_k,
-    scale,
-    segment_ids,
-    soft_cap,
-    sink_blocks,
-    window_blocks,
-    implementation,
+    scale=None,
+    soft_cap=None,
+    sink_blocks=0,
+    window_blocks=0,
 ) -> tuple[plan.Call, jax.Array, jax.Array, jax.Array]:
     """Checks all arguments; the call, and its arrays of one dtype without what padding holds."""
     _check_blocks(block_size, top_k)
@@ -238,9 +238,10 @@ def _attend(implementation, call: plan.Call, q_BTNH, k_BTKH, v_BTKE, segment_ids
     return _attention(implementation, call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks)
 
 
-def _kernel(module, name: str, call: plan.Call, interpret: bool) -> Kernel:
+def _kernel(module, name: str, call: plan.Call) -> Kernel:
     # How a TPU attends depends on its generation.
-    return Kernel(getattr(module, name), call, interpret, module is tpu and name != "choose")
+    by_device = module is tpu and name != "choose"
+    return Kernel(getattr(module, name), (call,), by_device=by_device)
 
 
 def _run(implementation, name: str, call: plan.Call, out_shapes, *args):
@@ -249,18 +250,10 @@ def _run(implementation, name: str, call: plan.Call, out_shapes, *args):
     if implementation == "xla" or args[0].dtype not in _PALLAS_DTYPES:
         return in_xla(*args)
     if implementation is None:
-        kernels = {
-            platform: _kernel(module, name, call, False) for platform, module in _KERNELS.values()
-        }
+        kernels = {platform: _kernel(module, name, call) for platform, module in _KERNELS.values()}
         return by_platform(kernels, in_xla, out_shapes, *args)
     platform, module = _KERNELS[implementation]
-    compiled, interpreted = (
-        functools.partial(
-            call_kernel, _kernel(module, name, call, interpret), None, out_shapes
-        )
-        for interpret in (False, True)
-    )
-    return lax.platform_dependent(*args, default=interpreted, **{platform: compiled})
+    return on_platform(platform, _kernel(module, name, call), out_shapes, *args)
 
 
 def _choose(implementation, call: plan.Call, q_BTNH, k_BTKH, blocks: plan.Blocks) -> jax.Array:

@@ -95,6 +95,21 @@ def bounded(x: jax.Array) -> jax.Array:
     return jnp.clip(x, -largest, largest)
 
 
+def high_bits(x: jax.Array) -> jax.Array:
+    """float32 without the bits that a bfloat16 has no place for."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return lax.bitcast_convert_type(bits & jnp.int32(-1 << 16), jnp.float32)
+
+
+def split(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
+    """Arrays of `dtype` whose sum is x, float32: one of float32, three of bfloat16."""
+    parts = []
+    while dtype == jnp.bfloat16 and len(parts) < 2:
+        parts.append(high_bits(x))
+        x = x - parts[-1]
+    return tuple(part.astype(dtype) for part in (*parts, x))
+
+
 class Blocks(NamedTuple):
     """Blocks of each row of the batch. Without segment ids all rows agree and B is 1.
 
@@ -167,6 +182,24 @@ def of_queries(blocks: Blocks, offset: jax.Array, length: int) -> Blocks:
     return Blocks(candidates, *(lax.dynamic_slice_in_dim(x, offset, length, 1) for x in tokens))
 
 
+def intervals(call: Call, blocks: Blocks, queries: int, offset) -> jax.Array:
+    """First token of the keys that each query attends to without a choice, up to itself.
+
+    Args:
+      queries: of each row, from the token `offset` on.
+
+    Returns:
+      int32 [B, queries], or B 1 for all rows; behind the query if it is padding.
+    """
+    if queries < blocks.own_BT.shape[1]:
+        blocks = of_queries(blocks, offset, queries)
+    low_BT = blocks.own_BT
+    if call.everything:
+        low_BT = low_BT - (blocks.end_BT - blocks.first_BT) * call.block_size
+    behind_T = jnp.arange(queries, dtype=jnp.int32) + (offset + 1)
+    return jnp.where(blocks.own_BT < 0, behind_T, low_BT)
+
+
 def cut_blocks(x_BKTH: jax.Array, blocks: Blocks, block_size: int, aligned: bool) -> jax.Array:
     """The tokens of the candidate blocks, [B, K, S, M, H]; aligned: without segment ids."""
     B, K, _, H = x_BKTH.shape
@@ -223,6 +256,13 @@ def fixed_choice(call: Call, batch: int, heads: int, blocks: Blocks) -> jax.Arra
     number_BJT = jnp.where(number_BJT < end_BJT, number_BJT, -1)
     _, J, T = number_BJT.shape
     return jnp.broadcast_to(number_BJT[:, None], (batch, heads, J, T))
+
+
+def over_groups(function, heads: int, N: int, carry):
+    """function(carry, first query head) -> carry, for one group of `heads` after another."""
+    if heads == N:
+        return function(carry, 0)
+    return lax.fori_loop(0, N // heads, lambda i, carry: function(carry, i * heads), carry)
 
 
 def choice_chunk(batch: int, heads: int, length: int, blocks: int) -> int:

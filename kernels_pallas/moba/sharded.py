@@ -141,14 +141,9 @@ def sharded_moba_attention(
     batch_axes: str | Sequence[str] | None = ("data", "fsdp"),
     head_axis: str | None = "tensor",
     context_axis: str | None = "context",
-    block_size: int,
-    top_k: int,
-    scale: float | None = None,
     segment_ids: jax.Array | None = None,
-    soft_cap: float | None = None,
-    sink_blocks: int = 0,
-    window_blocks: int = 0,
     implementation: str | None = None,
+    **options: int | float | None,
 ) -> jax.Array:
     """`moba_attention` with each device of a mesh computing its own part of the result.
 
@@ -159,12 +154,16 @@ def sharded_moba_attention(
 
     Call it under `jax.jit`. Arrays that lie on the mesh otherwise are moved first.
 
-    Args: as for `moba_attention`, except "reference", which has no sharded form, and
+    Args:
+      query, key, value, segment_ids: as for `moba_attention`.
+      implementation: likewise, except "reference", which has no sharded form.
       mesh: the devices.
       batch_axes: axes of the mesh over which B is cut; None: none.
       head_axis: axis over which key heads, and query heads with the key head they use, are cut;
         None: none.
       context_axis: axis over which T is cut, in the order of its devices; None: none.
+      options: block_size, top_k, scale, soft_cap, sink_blocks and window_blocks, as for
+        `moba_attention`.
 
     Returns:
       [B, T, N, Hv] in query's dtype, cut as its queries are.
@@ -174,17 +173,7 @@ def sharded_moba_attention(
         sizes that the axes do not divide.
     """
     call, q_BTNH, k_BTKH, v_BTKE = moba._prepare(
-        query,
-        key,
-        value,
-        block_size=block_size,
-        top_k=top_k,
-        scale=scale,
-        segment_ids=segment_ids,
-        soft_cap=soft_cap,
-        sink_blocks=sink_blocks,
-        window_blocks=window_blocks,
-        implementation=implementation,
+        query, key, value, segment_ids, implementation, **options
     )
     if implementation == "reference":
         raise ValueError("implementation 'reference' has no sharded form")

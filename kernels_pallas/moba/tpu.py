@@ -142,22 +142,11 @@ def _pad_tokens(x, axis, length, value=0):
 
 
 def _low(call: plan.Call, blocks: plan.Blocks, layout: Layout, queries: int, offset):
-    """Where each query's interval begins: behind the query if it is padding.
-
-    Counted from the first of the keys that `_reached` gives.
-    """
-    length = blocks.own_BT.shape[1]
-    if queries < length:
-        blocks = plan.of_queries(blocks, offset, queries)
-    else:
-        offset = 0
+    """`plan.intervals` of padded rows, counted from the first of the keys that `_reached` gives."""
     front = layout.front * layout.window
-    low_BT = blocks.own_BT + (front - offset)
-    if call.everything:
-        low_BT = low_BT - (blocks.end_BT - blocks.first_BT) * call.block_size
-    behind_T = jnp.arange(layout.length, dtype=jnp.int32) + (front + 1)
-    low_BT = jnp.where(blocks.own_BT < 0, behind_T[:queries], low_BT)
-    padding = jnp.broadcast_to(behind_T[queries:], (low_BT.shape[0], layout.length - queries))
+    low_BT = plan.intervals(call, blocks, queries, offset) + (front - offset)
+    behind_T = jnp.arange(queries, layout.length, dtype=jnp.int32) + (front + 1)
+    padding = jnp.broadcast_to(behind_T, (low_BT.shape[0], layout.length - queries))
     return jnp.concatenate([low_BT, padding], axis=1)
 
 
@@ -178,7 +167,7 @@ def _starts(call: plan.Call, blocks: plan.Blocks, layout: Layout, low_BT, chosen
     B, N, J, T = chosen_BNJT.shape
     start_BNJT = jnp.full((B, N, J, T), _NOWHERE, jnp.int32)
     if J:
-        shift = layout.front * layout.window - (offset if T < blocks.own_BT.shape[1] else 0)
+        shift = layout.front * layout.window - (offset if blocks.own_BT.shape[1] > T else 0)
         if call.aligned:
             start_BNJT = chosen_BNJT * call.block_size
         else:
@@ -237,18 +226,6 @@ def _group_of(x, axis: int, start, heads: int):
 
 def _put_group(x, part, axis: int, start):
     return lax.dynamic_update_slice_in_dim(x, _row_major(part), start, axis)
-
-
-def _over_groups(function, layout: Layout, N: int, K: int, carry):
-    """function(carry, first query head, query heads, first key head, key heads) -> carry."""
-    if layout.heads == N:
-        return function(carry, 0, N, 0, K)
-    groups_a_key_head = N // K // layout.heads
-
-    def body(i, carry):
-        return function(carry, i * layout.heads, layout.heads, i // groups_a_key_head, 1)
-
-    return lax.fori_loop(0, N // layout.heads, body, carry)
 
 
 def _queries(layout, x_BTNX, start, heads: int, key_heads: int):
@@ -407,6 +384,7 @@ def forward(
     K, E = v_BTKE.shape[2:]
     dtype = q_BTNH.dtype
     layout = _layout(call, q_BTNH, v_BTKE, device_kind)
+    heads, key_heads = layout.heads, max(1, layout.heads * K // N)
     low_BT = _low(call, blocks, layout, T, offset)
     if layout.dense:
         attend, _ = _dense_kernels(call, layout, blocks, low_BT, chosen_BNJT, K, offset)
@@ -419,7 +397,8 @@ def forward(
             soft_cap=call.soft_cap,
         )
 
-    def group(out, start, heads, key_start, key_heads):
+    def group(out, start):
+        key_start = start // (N // K)
         q_AGTH = _multiplied(call, _queries(layout, q_BTNH, start, heads, key_heads))
         k_BKTH, v_BKTE = (_keys(x, key_start, key_heads) for x in (plan.bounded(k_BTKH), v_BTKE))
         part = attend(
@@ -452,7 +431,7 @@ def forward(
         jnp.zeros((B, N, T), jnp.float32),
         jnp.zeros((B, N, T), jnp.float32),
     )
-    return _over_groups(group, layout, N, K, out)
+    return plan.over_groups(group, heads, N, out)
 
 
 # --- Backward -------------------------------------------------------------------------------------
@@ -497,6 +476,7 @@ def backward(
     B, T, N, H = q_BTNH.shape
     length, K, E = v_BTKE.shape[1:]
     layout = _layout(call, q_BTNH, v_BTKE, device_kind)
+    heads, key_heads = layout.heads, max(1, layout.heads * K // N)
     low_BT = _low(call, blocks, layout, T, offset)
     if layout.dense:
         _, attend = _dense_kernels(call, layout, blocks, low_BT, chosen_BNJT, K, offset)
@@ -509,17 +489,19 @@ def backward(
             soft_cap=call.soft_cap,
         )
 
-    def stat(x_BNT, start, heads, key_heads):
+    def stat(x_BNT, start):
         x_AGT = _group_of(x_BNT, 1, start, heads).reshape(B * key_heads, -1, T)
         return _pad_tokens(x_AGT, 2, layout.length)
 
-    def group(sums, start, heads, key_start, key_heads):
+    def group(sums, start):
+        key_start = start // (N // K)
+
         def queries(x):
             return _queries(layout, x, start, heads, key_heads)
 
         q_AGTH = _multiplied(call, queries(q_BTNH))
         k_BKTH, v_BKTE = (_keys(x, key_start, key_heads) for x in (plan.bounded(k_BTKH), v_BTKE))
-        top_AGT, inverse_AGT = (stat(x, start, heads, key_heads) for x in (top, inverse))
+        top_AGT, inverse_AGT = (stat(x, start) for x in (top, inverse))
         do_AGTE = queries(do_BTNE).astype(jnp.float32) * inverse_AGT[..., None]
         delta_AGT = jnp.sum(do_AGTE * queries(o).astype(jnp.float32), axis=-1)
         do_AGTE = do_AGTE.astype(v_BTKE.dtype)
@@ -567,7 +549,7 @@ def backward(
         jnp.zeros((B, length, K, H), jnp.float32),
         jnp.zeros((B, length, K, E), jnp.float32),
     )
-    dq, dk, dv = _over_groups(group, layout, N, K, sums)
+    dq, dk, dv = plan.over_groups(group, heads, N, sums)
     return dq, dk * tpu_tiles.key_gradient_factor(call.soft_cap), dv
 
 

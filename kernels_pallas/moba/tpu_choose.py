@@ -24,16 +24,9 @@ _NO_BLOCK = jnp.iinfo(jnp.int32).max
 
 def _scores(c, q):
     """[C, U], as exact as float32 products with float32 sums."""
-    if q.dtype == jnp.float32:
-        return dot(c, q, NT)
     # bfloat16 queries: three products with the three parts of float32 centroids are exact.
-    score = jnp.zeros((c.shape[0], q.shape[0]), jnp.float32)
-    parts = []
-    for _ in range(3):
-        bits = lax.bitcast_convert_type(c, jnp.int32) & jnp.int32(-1 << 16)
-        high = lax.bitcast_convert_type(bits, jnp.float32)
-        parts.append(high.astype(q.dtype))
-        c = c - high
+    *parts, last = plan.split(c, q.dtype)
+    score = dot(last, q, NT)
     for part in reversed(parts):
         score += dot(part, q, NT)
     return score

@@ -19,6 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.moba import plan
+
 LANES = 128
 # Rows of a tile whose softmax is one piece of work for the scheduler.
 _ROWS = 256
@@ -62,20 +64,15 @@ def _pieces(dtype) -> int:
     return 1 if dtype == jnp.float32 else 3
 
 
-def _high_bits(x):
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    return lax.bitcast_convert_type(bits & jnp.int32(-1 << 16), jnp.float32)
-
-
 def to_lanes(x, y, dtype):
     """Columns x and y, float32 [..., 1], as [..., LANES] of `dtype`."""
     pieces = _pieces(dtype)
     lane = lax.broadcasted_iota(jnp.int32, (*x.shape[:-1], LANES), x.ndim - 1)
     both = jnp.where(lane < pieces, x, y)
     if pieces > 1:
-        high = _high_bits(both)
+        high = plan.high_bits(both)
         rest = both - high
-        middle = _high_bits(rest)
+        middle = plan.high_bits(rest)
         piece = jnp.where(lane < pieces, lane, lane - pieces)
         both = jnp.where(piece == 0, high, jnp.where(piece == 1, middle, rest - middle))
     return both.astype(dtype)

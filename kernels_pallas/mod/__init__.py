@@ -18,10 +18,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from kernels_pallas.mod import gpu, tpu, xla
-from kernels_pallas.platform import Kernel, by_platform
+from kernels_pallas.platform import Kernel, by_platform, on_platform
 
 # Implementations that are kernels: their platform and module.
 _KERNELS = {"pallas_tpu": ("tpu", tpu), "pallas_gpu": ("cuda", gpu)}
@@ -129,15 +129,7 @@ def _check_slots(x_BTD, index_BC, filled_BC) -> None:
         raise ValueError(f"no axis may be empty: {shapes}")
 
 
-def _call(implementation: str, operation: str, *args, **options) -> Array:
-    """A kernel on its own platform, interpreted on any other."""
-    platform, module = _KERNELS[implementation]
-    kernel = functools.partial(getattr(module, operation), **options)
-    compiled, interpreted = (functools.partial(kernel, interpret=i) for i in (False, True))
-    return lax.platform_dependent(*args, **{platform: compiled}, default=interpreted)
-
-
-def _tpu_combine(_, x_BTD, delta_BCD, gate_BC, index_BC, filled_BC, *, interpret):
+def _tpu_combine(x_BTD, delta_BCD, gate_BC, index_BC, filled_BC, *, interpret):
     gate_BC = _float_gate(gate_BC, index_BC)
     return tpu.combine(x_BTD, delta_BCD, gate_BC, index_BC, filled_BC, interpret=interpret)
 
@@ -151,7 +143,11 @@ def _dispatch(static, x_BTD, norm_scale_D, index_BC, filled_BC):
     implementation, eps, _ = static
     if implementation is None:
         return xla.dispatch(x_BTD, index_BC, filled_BC, norm_scale_D, eps=eps)
-    return _call(implementation, "dispatch", x_BTD, index_BC, filled_BC, norm_scale_D, eps=eps)
+    platform, module = _KERNELS[implementation]
+    out = jax.ShapeDtypeStruct((*index_BC.shape, x_BTD.shape[2]), x_BTD.dtype)
+    scale_1D = None if norm_scale_D is None else norm_scale_D[None]
+    kernel = Kernel(module.dispatch, (eps,))
+    return on_platform(platform, kernel, out, x_BTD, index_BC, filled_BC, scale_1D)
 
 
 def _dispatch_forward(static, x_BTD, norm_scale_D, index_BC, filled_BC):
@@ -178,12 +174,13 @@ _dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _combine(implementation, x_BTD, delta_BCD, gate_BC, index_BC, filled_BC):
+    out = jax.ShapeDtypeStruct(x_BTD.shape, x_BTD.dtype)
     if implementation is None:
-        out = jax.ShapeDtypeStruct(x_BTD.shape, x_BTD.dtype)
         args = x_BTD, delta_BCD, gate_BC, index_BC, filled_BC
-        return by_platform({"tpu": Kernel(_tpu_combine, None)}, xla.combine, out, *args)
-    gate_BC = _float_gate(gate_BC, index_BC)
-    return _call(implementation, "combine", x_BTD, delta_BCD, gate_BC, index_BC, filled_BC)
+        return by_platform({"tpu": Kernel(_tpu_combine)}, xla.combine, out, *args)
+    platform, module = _KERNELS[implementation]
+    args = x_BTD, delta_BCD, _float_gate(gate_BC, index_BC), index_BC, filled_BC
+    return on_platform(platform, Kernel(module.combine), out, *args)
 
 
 def _combine_forward(implementation, x_BTD, delta_BCD, gate_BC, index_BC, filled_BC):

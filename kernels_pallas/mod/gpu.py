@@ -33,7 +33,8 @@ def _gather_kernel(position_ref, *refs, block: int, eps: float | None):
     x = plgpu.load(x_ref.at[b, jnp.maximum(t, 0), at], mask=inside & (t >= 0), other=0.0)
     if eps is not None:
         x = x.astype(jnp.float32)
-        scale = plgpu.load(scale_ref[0].at[at], mask=inside, other=0.0)
+        row = lax.rem(b, scale_ref[0].shape[0])
+        scale = plgpu.load(scale_ref[0].at[row, at], mask=inside, other=0.0)
         x = x * (lax.rsqrt(jnp.sum(x * x) / D + eps) * scale)
     plgpu.store(out_ref.at[b, c, at], x.astype(out_ref.dtype), mask=inside)
 
@@ -53,15 +54,18 @@ def _params(block: int):
     return plgpu.CompilerParams(num_warps=max(1, min(8, block // 256)), num_stages=1)
 
 
-def dispatch(x_BTD, index_BC, filled_BC, norm_scale_D, *, eps: float, interpret):
-    """The chosen rows [B, C, D], normalised if there is a scale; unfilled slots are zeros."""
+def dispatch(eps: float, x_BTD, index_BC, filled_BC, norm_scale_XD, *, interpret):
+    """The chosen rows [B, C, D], normalised if there is a scale; unfilled slots are zeros.
+
+    norm_scale_XD: of each batch row, or one of all.
+    """
     (B, _, D), C = x_BTD.shape, index_BC.shape[1]
     block = pl.next_power_of_2(D)
     scale = []
-    if norm_scale_D is None:
+    if norm_scale_XD is None:
         block = min(block, _BLOCK)
     else:
-        scale = [norm_scale_D.astype(x_BTD.dtype).astype(jnp.float32)]
+        scale = [norm_scale_XD.astype(x_BTD.dtype).astype(jnp.float32)]
     return pl.pallas_call(
         functools.partial(_gather_kernel, block=block, eps=eps if scale else None),
         grid=(B, C, pl.cdiv(D, block)),

@@ -289,8 +289,11 @@ def _from_operand(x, T: int, dtype):
     return x[:, :T]
 
 
-def dispatch(x_BTD, index_BC, filled_BC, norm_scale_D, *, eps: float, interpret):
-    """The chosen rows [B, C, D], normalised if there is a scale; unfilled slots are zeros."""
+def dispatch(eps: float, x_BTD, index_BC, filled_BC, norm_scale_XD, *, interpret):
+    """The chosen rows [B, C, D], normalised if there is a scale; unfilled slots are zeros.
+
+    norm_scale_XD: of each batch row, or one of all.
+    """
     (B, _, D), C = x_BTD.shape, index_BC.shape[1]
     S = _chunk_slots(C, D)
     filled_Z, _, row_ZS, lanes = _tables(index_BC, filled_BC, filled_BC, S, x_BTD.dtype)
@@ -298,8 +301,12 @@ def dispatch(x_BTD, index_BC, filled_BC, norm_scale_D, *, eps: float, interpret)
     Z = filled_Z.shape[0]
     table, next_table, lanes_spec, slots = _specs(S, D, Z - 1, Z // B)
     scale = []
-    if norm_scale_D is not None:
-        scale = [norm_scale_D.astype(x_BTD.dtype).astype(jnp.float32)[None]]
+    if norm_scale_XD is not None:
+        scale = [norm_scale_XD.astype(x_BTD.dtype).astype(jnp.float32)[:, None]]
+
+    def scale_row(k, *_):
+        return lax.rem(lax.div(k, Z // B), norm_scale_XD.shape[0]), 0, 0
+
     row_bytes = D * x_BTD.dtype.itemsize
     return pl.pallas_call(
         functools.partial(_gather_kernel, batch_chunks=Z // B, eps=eps if scale else None),
@@ -310,7 +317,7 @@ def dispatch(x_BTD, index_BC, filled_BC, norm_scale_D, *, eps: float, interpret)
                 table,
                 next_table,
                 lanes_spec,
-                *(pl.BlockSpec((1, D), lambda k, *_: (0, 0)) for _ in scale),
+                *(pl.BlockSpec((None, 1, D), scale_row) for _ in scale),
                 pl.BlockSpec(memory_space=pltpu.HBM),
             ],
             out_specs=slots,

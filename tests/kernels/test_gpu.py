@@ -149,10 +149,10 @@ def test_choices_are_those_of_the_plan(dtype, documents, sinks, window):
 
 def test_split_is_exact():
     c = jnp.asarray(np.random.default_rng(0).normal(size=(50, 8)), jnp.float32)
-    parts = gpu._split(c, jnp.bfloat16)
+    parts = plan.split(c, jnp.bfloat16)
     assert len(parts) == 3 and all(x.dtype == jnp.bfloat16 for x in parts)
     assert np.array_equal(sum(np.asarray(x, np.float64) for x in parts), np.float64(c))
-    assert gpu._split(c, jnp.float32) == (c,)
+    assert plan.split(c, jnp.float32) == (c,)
 
 
 def test_exact_at_large_scores():

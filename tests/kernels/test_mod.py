@@ -169,6 +169,37 @@ def test_other_rows_come_back_bitwise(implementation, name, dtype):
     np.testing.assert_array_equal(bits(y_BTD)[~mask_BT], bits(x_BTD)[~mask_BT])
 
 
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
+@pytest.mark.parametrize(("batch", "scale_axis"), [(3, 0), (1, None)])
+def test_vmap(implementation, batch, scale_axis):
+    """Two models, each with rows and slots of its own, and a norm of its own or the same one."""
+    args = inputs("odd_width", "float32")
+    x, index, filled = (args[name][:batch] for name in ("x", "index", "filled"))
+    x, index, filled = jax.tree.map(
+        lambda a: jnp.stack([a, a[::-1]]), (x[..., :24], index[:, :5], filled[:, :5])
+    )
+    scale = args["scale"][:48].reshape(2, 24)
+    scale = scale if scale_axis == 0 else scale[0]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation, *args):
+        def rows_and_gradients(x, scale, index, filled):
+            def rows(x, scale):
+                options = {"norm_scale_D": scale, "implementation": implementation}
+                return mod.dispatch(x, index, filled, **options)
+
+            out, back = jax.vjp(rows, x, scale)
+            return out, back(jnp.ones_like(out))
+
+        return jax.vmap(rows_and_gradients, (0, scale_axis, 0, 0))(*args)
+
+    with mock.patch.object(tpu, "_UNROLL", 1):
+        actual = run(implementation, x, scale, index, filled)
+    expected = run("xla", x, scale, index, filled)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_race(dtype, capfd):
     """Several chunks, and pairs of rows across their borders."""
@@ -183,7 +214,7 @@ def test_no_race(dtype, capfd):
     expected_rows = mod.dispatch(x, index, filled, implementation="xla")
     with mock.patch.object(tpu, "_MAX_SLOTS", 16):
         y = tpu.combine(x, delta, gate, index, filled, interpret=params)
-        rows = tpu.dispatch(x, index, filled, None, eps=0.0, interpret=params)
+        rows = tpu.dispatch(0.0, x, index, filled, None, interpret=params)
     np.testing.assert_array_equal(bits(y), bits(expected_y))
     np.testing.assert_array_equal(bits(rows), bits(expected_rows))
     assert "RACE" not in capfd.readouterr().out

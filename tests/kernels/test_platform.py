@@ -18,7 +18,7 @@ def _double(static, x, y, *, interpret):
 
 def _call(x, y):
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return call_kernel(Kernel(_double, 2.0), None, (out,), x, y)[0]
+    return call_kernel(Kernel(_double, (2.0,)), None, (out,), x, y)[0]
 
 
 @pytest.mark.quick

@@ -6,21 +6,19 @@ from jax.sharding import Mesh, NamedSharding
 
 from kernels_pallas import tpu_topology
 from kernels_pallas.moba import sharded
-from tests.kernels.tpu_compilation import MILLION, cases_of, check_case, check_mod
+from tests.kernels.tpu_compilation import MILLION, make_tests
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-CASES = [
-    *cases_of(("v5e", "v5p")),
-    ("v5e", 8192, 2, 1, 256, 512, 3, F32, False),
-    ("v5p", 16384, 1, 1, 128, 4096, 3, F32, True),
-    ("v5e", 1100, 2, 1, 64, 100, 3, F32, True),
-    ("v5e", MILLION, 8, 1, 128, 512, 4, BF16, False),
-]
 
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:7])))
-def test_compiles(case):
-    check_case(*case)
+test_compiles, test_mod_compiles = make_tests(
+    ("v5e", "v5p"),
+    [
+        ("v5e", 8192, 2, 1, 256, 512, 3, F32, False),
+        ("v5p", 16384, 1, 1, 128, 4096, 3, F32, True),
+        ("v5e", 1100, 2, 1, 64, 100, 3, F32, True),
+        ("v5e", MILLION, 8, 1, 128, 512, 4, BF16, False),
+    ],
+)
 
 
 def test_gradients_of_keys_are_scattered():
@@ -42,10 +40,3 @@ def test_gradients_of_keys_are_scattered():
 def test_unknown_topologies(name):
     with pytest.raises(ValueError, match=f"'{name}' is neither a generation of TPU .*v6e, tpu7x"):
         tpu_topology.devices(name)
-
-
-@pytest.mark.parametrize("generation", ("v5e", "v5p"))
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_mod_compiles(generation, dtype):
-    check_mod(generation, 2048, 2048, 256, dtype)
-    check_mod(generation, 100, 200, 7, dtype)

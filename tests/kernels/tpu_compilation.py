@@ -1,31 +1,26 @@
-"""TPU kernels compiled, by libtpu, for each generation of TPU: no TPU is needed."""
+"""TPU kernels compiled, by libtpu, for each generation of TPU: no TPU is needed.
+
+libtpu may compile in one thread of a process only, so generations are shared out over test files.
+"""
 
 import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from kernels_pallas import moba, mod
 from kernels_pallas.tpu_topology import one_chip
 
 MILLION = 1 << 20
-
-
-def cases_of(generations: tuple[str, ...]) -> list[tuple]:
-    """What every generation compiles.
-
-    generation, T, query heads, key heads, head width, block_size, top_k, dtype, documents
-    """
-    return [
-        (generation, *case)
-        for case in (
-            (8192, 4, 1, 128, 512, 3, jnp.bfloat16, False),
-            (8192, 2, 1, 64, 128, 8, jnp.float32, True),
-            (8192, 2, 2, 256, 512, 3, jnp.bfloat16, True),
-            (32768, 1, 1, 128, 4096, 3, jnp.bfloat16, False),
-        )
-        for generation in generations
-    ]
+# What every generation compiles: T, query heads, key heads, head width, block_size, top_k, dtype,
+# documents
+CASES = (
+    (8192, 4, 1, 128, 512, 3, jnp.bfloat16, False),
+    (8192, 2, 1, 64, 128, 8, jnp.float32, True),
+    (8192, 2, 2, 256, 512, 3, jnp.bfloat16, True),
+    (32768, 1, 1, 128, 4096, 3, jnp.bfloat16, False),
+)
 
 
 def compile_case(generation, T, N, K, H, block_size, top_k, dtype, documents):
@@ -95,3 +90,20 @@ def check_mod(generation, T, D, C, dtype):
     jitted = jax.jit(gradients, in_shardings=sharding, out_shardings=sharding)
     text = jitted.lower(x, delta, gate, scale, index, filled).compile().as_text()
     assert "mod_combine" in text and "mod_dispatch" in text
+
+
+def make_tests(generations: tuple[str, ...], more: list[tuple]):
+    """A file's test_compiles and test_mod_compiles; more: cases, each after its generation."""
+    cases = [(generation, *case) for case in CASES for generation in generations]
+
+    @pytest.mark.parametrize("case", cases + more, ids=lambda case: "-".join(map(str, case[:7])))
+    def test_compiles(case):
+        check_case(*case)
+
+    @pytest.mark.parametrize("generation", generations)
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    def test_mod_compiles(generation, dtype):
+        check_mod(generation, 2048, 2048, 256, dtype)
+        check_mod(generation, 100, 200, 7, dtype)
+
+    return test_compiles, test_mod_compiles
