@@ -314,6 +314,7 @@ def backward(
     L, E = v_ALE.shape[1:]
     J, C = start_AGJT.shape[2], L // W
     sums = (T // W, H, W), (C, W, H), (C, W, E)
+    statistics = top_AGT[:, :, None], delta_AGT[:, :, None]
     specs = _specs(J, W, H, E, lambda pair: _split(pair)[::-1])
     dq, dk, dv = pl.pallas_call(
         functools.partial(

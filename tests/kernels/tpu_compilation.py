@@ -14,12 +14,15 @@ from kernels_pallas.tpu_topology import one_chip
 
 MILLION = 1 << 20
 # What every generation compiles: T, query heads, key heads, head width, block_size, top_k, dtype,
-# documents
+# documents, and whether it takes the dense path
 CASES = (
-    (8192, 4, 1, 128, 512, 3, jnp.bfloat16, False),
-    (8192, 2, 1, 64, 128, 8, jnp.float32, True),
-    (8192, 2, 2, 256, 512, 3, jnp.bfloat16, True),
-    (32768, 1, 1, 128, 4096, 3, jnp.bfloat16, False),
+    (8192, 4, 1, 128, 512, 3, jnp.bfloat16, False, True),
+    (4096, 2, 1, 64, 128, 8, jnp.float32, True, True),
+    (16384, 2, 1, 128, 128, 8, jnp.bfloat16, False, True),
+    (32768, 4, 1, 128, 512, 3, jnp.bfloat16, False, False),
+    (32768, 2, 1, 64, 128, 8, jnp.float32, True, False),
+    (16384, 2, 2, 256, 512, 3, jnp.bfloat16, True, False),
+    (65536, 1, 1, 128, 4096, 3, jnp.bfloat16, False, False),
 )
 
 
@@ -48,11 +51,13 @@ def compile_case(generation, T, N, K, H, block_size, top_k, dtype, documents):
     return jitted.lower(q, k, k, q, ids).compile()
 
 
-def check_case(generation, T, N, K, H, block_size, top_k, dtype, documents):
+def check_case(generation, T, N, K, H, block_size, top_k, dtype, documents, dense):
     executable = compile_case(generation, T, N, K, H, block_size, top_k, dtype, documents)
     text = executable.as_text()
-    for kernel in ("interval_forward", "interval_backward", "choose", "tiles_forward"):
-        assert f"moba_{kernel}" in text
+    kernels = ("dense",) if dense else ("interval", "tiles")
+    found = set(re.findall(r"moba_([a-z]+_(?:forward|backward))", text))
+    assert found == {f"{kernel}_{part}" for kernel in kernels for part in ("forward", "backward")}
+    assert "moba_choose" in text
     assert f"[{T},{T}]" not in text
     memory = executable.memory_analysis()
     if T == MILLION:
