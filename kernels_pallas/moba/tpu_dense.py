@@ -342,15 +342,6 @@ def backward(
         cost_estimate=_cost(A, G, pair_AZ.shape[1], W, H, E, 3 * H + 2 * E, 2, q_AGTH.dtype),
         interpret=interpret,
         name=f"moba_dense_backward_{W}",
-    )(
-        pair_AZ,
-        start_AGJT,
-        q_AGTH,
-        k_ALH,
-        v_ALE,
-        do_AGTE,
-        top_AGT[:, :, None],
-        delta_AGT[:, :, None],
-    )
+    )(pair_AZ, start_AGJT, q_AGTH, k_ALH, v_ALE, do_AGTE, *statistics)
     dq_AGTH = jnp.swapaxes(dq, 3, 4).reshape(A, G, T, H)
     return dq_AGTH, dk.reshape(A, L, H), dv.reshape(A, L, E)
