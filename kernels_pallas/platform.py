@@ -104,15 +104,13 @@ def _cut_by_compiler(axis_context) -> bool:
     return manual | set(axis_context.mesh.manual_axes) != set(axis_context.mesh.axis_names)
 
 
-def _device_kind(axis_context) -> str | None:
+def _device_kind(module_context) -> str | None:
     """The kind of device that a program is lowered for, which need not be here; None: unknown."""
-    devices = getattr(axis_context, "device_assignment", None)
-    mesh = getattr(axis_context, "mesh", None)
-    if not devices and isinstance(mesh, jax.sharding.Mesh):
-        devices = mesh.devices.flat
-    if devices:
-        return devices[0].device_kind
-    device = getattr(mesh, "abstract_device", None)
+    device = getattr(getattr(module_context.axis_context, "mesh", None), "abstract_device", None)
+    if device is None and module_context.backend is not None:
+        # None where it is not the one that the code is lowered for.
+        backend = module_context.get_backend(optional=True)
+        device = None if backend is None else backend.devices()[0]
     return None if device is None else device.device_kind
 
 
@@ -120,7 +118,7 @@ def _lower(ctx, *leaves, kernel, elsewhere, tree, out_shapes):
     if elsewhere is not None and _cut_by_compiler(ctx.module_context.axis_context):
         run = elsewhere
     else:
-        device_kind = _device_kind(ctx.module_context.axis_context)
+        device_kind = _device_kind(ctx.module_context)
         run = functools.partial(kernel, device_kind=device_kind)
 
     def flat(*leaves):
