@@ -66,8 +66,9 @@ def make_tables(call, layout: Layout, chosen_BNJT, blocks, length, K, start) -> 
     block_JBTn = jnp.where(chosen_JBTn < 0, -1, (b_B11 * key_heads + head_n) * S + chosen_JBTn)
     block_P = block_JBTn.reshape(-1)
     rows, num_blocks = B * T * heads, B * key_heads * S
-    tiles = plan.dispatch(block_P[None, None], rows, num_blocks, layout.tiles, layout.tile)
-    block_Z, row_ZU, slot_P, used = (x[0, 0] for x in tiles)
+    block_Z, row_ZU, slot_P, used = plan.dispatch(
+        block_P, rows, num_blocks, layout.tiles, layout.tile
+    )
 
     start_BS = jnp.broadcast_to(blocks.start_BS, (B, S))
     head_k = start // G + jnp.arange(key_heads, dtype=jnp.int32)[:, None]

@@ -323,16 +323,16 @@ class Tiles(NamedTuple):
     """Pairs sorted by block, every block's pairs padded to whole tiles.
 
     Attributes:
-      block_BKZ: the block of each tile; tiles beyond the last pair have any.
-      row_BKZU: the row in each slot of each tile, or R, one beyond the last, where it is empty.
-      slot_BKP: the slot z * U + u of each pair; any where the pair is none.
-      used_BK: tiles; those from this one on are beyond the last pair.
+      block_Z: the block of each tile; tiles beyond the last pair have any.
+      row_ZU: the row in each slot of each tile, or R, one beyond the last, where it is empty.
+      slot_P: the slot z * U + u of each pair; any where the pair is none.
+      used: tiles; those from this one on are beyond the last pair.
     """
 
-    block_BKZ: jax.Array
-    row_BKZU: jax.Array
-    slot_BKP: jax.Array
-    used_BK: jax.Array
+    block_Z: jax.Array
+    row_ZU: jax.Array
+    slot_P: jax.Array
+    used: jax.Array
 
 
 def max_pairs(length: int, block_size: int, choices: int) -> int:
@@ -368,34 +368,33 @@ def _sort(key_P, pair_P, largest: int):
     return (both_P >> bits).astype(jnp.int32), pair_P.astype(jnp.int32)
 
 
-def dispatch(chosen_BKP: jax.Array, rows: int, blocks: int, num_tiles: int, tile: int) -> Tiles:
+def dispatch(block_P: jax.Array, rows: int, blocks: int, num_tiles: int, tile: int) -> Tiles:
     """Sorts pairs by block into tiles of `tile` rows; a block that nobody chose has an empty one.
 
-    `num_tiles` must be at least floor(pairs / tile) + blocks.
+    Args:
+      block_P: the block of each pair; -1 where it is none.
+      num_tiles: at least floor(pairs / tile) + blocks.
     """
 
-    def tables(block_P):
-        P = block_P.shape[0]
-        pair_P = jnp.arange(P, dtype=jnp.int32)
-        sorted_P, order_P = _sort(jnp.where(block_P < 0, blocks, block_P), pair_P, blocks)
-        edge_S = jnp.searchsorted(sorted_P, jnp.arange(blocks + 1, dtype=jnp.int32))
-        edge_S = edge_S.astype(jnp.int32)
-        count_S = edge_S[1:] - edge_S[:-1]
-        tiles_S = jnp.maximum((count_S + tile - 1) // tile, 1)
-        last_S = jnp.cumsum(tiles_S, dtype=jnp.int32)
-        first_S = last_S - tiles_S
+    P = block_P.shape[0]
+    pair_P = jnp.arange(P, dtype=jnp.int32)
+    sorted_P, order_P = _sort(jnp.where(block_P < 0, blocks, block_P), pair_P, blocks)
+    edge_S = jnp.searchsorted(sorted_P, jnp.arange(blocks + 1, dtype=jnp.int32))
+    edge_S = edge_S.astype(jnp.int32)
+    count_S = edge_S[1:] - edge_S[:-1]
+    tiles_S = jnp.maximum((count_S + tile - 1) // tile, 1)
+    last_S = jnp.cumsum(tiles_S, dtype=jnp.int32)
+    first_S = last_S - tiles_S
 
-        z_Z = jnp.arange(num_tiles, dtype=jnp.int32)
-        block_Z = jnp.searchsorted(last_S, z_Z, side="right").astype(jnp.int32)
-        block_Z = jnp.minimum(block_Z, blocks - 1)
-        rank_ZU = ((z_Z - first_S[block_Z]) * tile)[:, None] + jnp.arange(tile, dtype=jnp.int32)
-        filled_ZU = rank_ZU < count_S[block_Z][:, None]
-        at_ZU = jnp.where(filled_ZU, edge_S[block_Z][:, None] + rank_ZU, 0)
-        row_ZU = jnp.where(filled_ZU, order_P[at_ZU] % rows, rows)
+    z_Z = jnp.arange(num_tiles, dtype=jnp.int32)
+    block_Z = jnp.searchsorted(last_S, z_Z, side="right").astype(jnp.int32)
+    block_Z = jnp.minimum(block_Z, blocks - 1)
+    rank_ZU = ((z_Z - first_S[block_Z]) * tile)[:, None] + jnp.arange(tile, dtype=jnp.int32)
+    filled_ZU = rank_ZU < count_S[block_Z][:, None]
+    at_ZU = jnp.where(filled_ZU, edge_S[block_Z][:, None] + rank_ZU, 0)
+    row_ZU = jnp.where(filled_ZU, order_P[at_ZU] % rows, rows)
 
-        first_P = jnp.pad(first_S * tile - edge_S[:-1], (0, 1))[sorted_P]
-        slot_P = jnp.where(sorted_P < blocks, first_P + pair_P, 0)
-        slot_P = jnp.zeros_like(slot_P).at[order_P].set(slot_P, unique_indices=True)
-        return Tiles(block_Z, row_ZU, slot_P, last_S[-1])
-
-    return jax.vmap(jax.vmap(tables))(chosen_BKP)
+    first_P = jnp.pad(first_S * tile - edge_S[:-1], (0, 1))[sorted_P]
+    slot_P = jnp.where(sorted_P < blocks, first_P + pair_P, 0)
+    slot_P = jnp.zeros_like(slot_P).at[order_P].set(slot_P, unique_indices=True)
+    return Tiles(block_Z, row_ZU, slot_P, last_S[-1])

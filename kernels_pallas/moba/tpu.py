@@ -297,10 +297,10 @@ def _dispatch(call, layout, chosen_APt):
     block_JAR = jnp.where(chosen_JAR < 0, -1, first_A + chosen_JAR)
     rows = A * chosen_JAR.shape[2]
     tiles = plan.dispatch(
-        block_JAR.reshape(1, 1, -1), rows, A * call.candidates, layout.tiles, layout.tile
+        block_JAR.reshape(-1), rows, A * call.candidates, layout.tiles, layout.tile
     )
-    block_Z, row_ZU, slot_P, used = (x[0, 0] for x in tiles)
-    return block_Z, used, row_ZU, (slot_P.reshape(J, rows), (chosen_JAR >= 0).reshape(J, rows))
+    pairs = tiles.slot_P.reshape(J, rows), (chosen_JAR >= 0).reshape(J, rows)
+    return tiles.block_Z, tiles.used, tiles.row_ZU, pairs
 
 
 def _gather(x_AGtX, row_ZU):

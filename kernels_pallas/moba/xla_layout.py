@@ -10,10 +10,10 @@ import numpy as np
 
 from kernels_pallas.moba import plan
 
-# Rows up to this length take the dense path: the tables of the grouped path would cost more.
-_DENSE_LENGTH = 1024
-# What a product costs on the grouped path, with all its gathering, against one on the dense path.
-_GROUPED_COST = 1.0
+# What a pair of a query and a chosen block costs beside its products, for gathering and merging:
+# as much as products with this many keys. Measured with benchmarks.moba_cpu at blocks of 128 and
+# 512, where the grouped path takes 2 and 1.25 times as long as its products alone.
+_PAIR_COST = 160
 # Queries and keys of a tile of the dense path.
 _DENSE_TILE = 512
 # Queries of a window of the own block: as many as the block has, of these.
@@ -180,11 +180,13 @@ def make_layout(
     )
     if call.path is not None:
         return dense if call.path == "dense" else grouped
-    if call.everything or (J and length <= _DENSE_LENGTH):
+    if call.everything:
         return dense
     sizes = (batch, queries, kv_heads, groups, key_width, value_width)
     costs = [sum(layout_flops(layout, *sizes)) for layout in (grouped, dense)]
-    return grouped if _GROUPED_COST * costs[0] < costs[1] else dense
+    # Five products of two widths in both passes, see `layout_flops`.
+    gathering = 2 * pairs * batch * _PAIR_COST * (4 * key_width + 3 * value_width)
+    return grouped if costs[0] + gathering < costs[1] else dense
 
 
 def layout_flops(

@@ -18,20 +18,18 @@ from kernels_pallas.moba.xla_layout import Layout
 
 
 def dispatch(call: plan.Call, layout: Layout, chosen_BKJGT):
-    """The tables of tiles; and of each choice [J, B, K, G, T] its slot, and whether it is one."""
+    """Tables of tiles, [B, ...]; and of each choice [J, B, K, G, T] its slot, and if it is one."""
     B, K, J, G, T = chosen_BKJGT.shape
     chosen_BJKGT = jnp.swapaxes(chosen_BKJGT, 1, 2)
     first_K = jnp.arange(K, dtype=jnp.int32) * call.candidates
     block_BJKGT = jnp.where(chosen_BJKGT < 0, -1, first_K[:, None, None] + chosen_BJKGT)
-    tiles = plan.dispatch(
-        block_BJKGT.reshape(B, 1, -1),
-        K * G * T,
-        K * call.candidates,
-        layout.steps * layout.step_tiles,
-        layout.tile,
-    )
-    tiles = plan.Tiles(*(x[:, 0] for x in tiles))
-    slot_BJKGT = tiles.slot_BKP.reshape(chosen_BJKGT.shape)
+
+    def tables(block_P):
+        num_tiles = layout.steps * layout.step_tiles
+        return plan.dispatch(block_P, K * G * T, K * call.candidates, num_tiles, layout.tile)
+
+    tiles = jax.vmap(tables)(block_BJKGT.reshape(B, -1))
+    slot_BJKGT = tiles.slot_P.reshape(chosen_BJKGT.shape)
     return tiles, tuple(jnp.swapaxes(x, 0, 1) for x in (slot_BJKGT, chosen_BJKGT >= 0))
 
 
@@ -44,10 +42,10 @@ def _steps(tiles: plan.Tiles, layout: Layout):
     """Of each step: whether it is used, its blocks [B, W] and its rows [B, W, U]."""
     block, row = (
         jnp.moveaxis(x.reshape(x.shape[0], layout.steps, layout.step_tiles, *x.shape[2:]), 1, 0)
-        for x in (tiles.block_BKZ, tiles.row_BKZU)
+        for x in (tiles.block_Z, tiles.row_ZU)
     )
     first = jnp.arange(layout.steps, dtype=jnp.int32) * layout.step_tiles
-    return first < jnp.max(tiles.used_BK), block, row
+    return first < jnp.max(tiles.used), block, row
 
 
 def _slots(x):

@@ -1,5 +1,27 @@
-"""Generation."""
+"""Decoding: caches, the forward pass through them, generation."""
 
-from modo.decode.generate import generate
+from modo.decode.cache import (
+    Cache,
+    LayerCache,
+    cache_shardings,
+    init_cache,
+    reset,
+    roll_back,
+    take_rows,
+)
+from modo.decode.forward import prefill, step
+from modo.decode.generate import generate, stream
 
-__all__ = ["generate"]
+__all__ = [
+    "Cache",
+    "LayerCache",
+    "cache_shardings",
+    "generate",
+    "init_cache",
+    "prefill",
+    "reset",
+    "roll_back",
+    "step",
+    "stream",
+    "take_rows",
+]

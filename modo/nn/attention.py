@@ -75,41 +75,70 @@ class Attention(nnx.Module):
         self.query_norm = nnx.RMSNorm(self.head_dim, **norm) if qk_norm else None
         self.key_norm = nnx.RMSNorm(self.head_dim, **norm) if qk_norm else None
 
+    def queries(self, x_BTD: Array, positions_BT: Array) -> Array:
+        """Queries [B, T, N, H] as they meet keys in the scores."""
+        q_BTNH = self.query(x_BTD).reshape(*x_BTD.shape[:2], self.num_heads, self.head_dim)
+        if self.query_norm is not None:
+            q_BTNH = self.query_norm(q_BTNH)
+        return rotary_embedding(q_BTNH, positions_BT, self.rope_theta)
+
+    def raw_keys(self, x_BTD: Array) -> Array:
+        """Keys [B, T, K, H] before their convolution, norm and rotary embedding."""
+        return self.key(x_BTD).reshape(*x_BTD.shape[:2], self.num_kv_heads, self.head_dim)
+
+    def finish_keys(
+        self,
+        k_BTKH: Array,
+        positions_BT: Array,
+        segment_ids_BT: Array | None = None,
+        before_BLKH: Array | None = None,
+    ) -> Array:
+        """Raw keys as they meet queries in the scores; `before_BLKH`: see `KeyConvolution`."""
+        if self.key_convolution is not None:
+            k_BTKH = self.key_convolution(k_BTKH, segment_ids_BT, before_BLKH)
+        if self.key_norm is not None:
+            k_BTKH = self.key_norm(k_BTKH)
+        return rotary_embedding(k_BTKH, positions_BT, self.rope_theta)
+
     def queries_and_keys(
         self, x_BTD: Array, positions_BT: Array, segment_ids_BT: Array | None = None
     ) -> tuple[Array, Array]:
         """Queries [B, T, N, H] and keys [B, T, K, H] as they meet in the scores."""
-        q_BTNH = self.query(x_BTD).reshape(*x_BTD.shape[:2], self.num_heads, self.head_dim)
-        k_BTKH = self.key(x_BTD).reshape(*x_BTD.shape[:2], self.num_kv_heads, self.head_dim)
-        if self.key_convolution is not None:
-            k_BTKH = self.key_convolution(k_BTKH, segment_ids_BT)
-        if self.query_norm is not None:
-            q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
-        q_BTNH = rotary_embedding(q_BTNH, positions_BT, self.rope_theta)
-        k_BTKH = rotary_embedding(k_BTKH, positions_BT, self.rope_theta)
-        return q_BTNH, k_BTKH
+        k_BTKH = self.finish_keys(self.raw_keys(x_BTD), positions_BT, segment_ids_BT)
+        return self.queries(x_BTD, positions_BT), k_BTKH
+
+    def values(self, x_BTD: Array) -> Array:
+        """Values [B, T, K, H]."""
+        return self.value(x_BTD).reshape(*x_BTD.shape[:2], self.num_kv_heads, self.head_dim)
+
+    def attend(
+        self, q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segment_ids_BT: Array | None = None
+    ) -> Array:
+        """Attention [B, T, N, H] within documents, full or block-sparse."""
+        if self.block_size is None:
+            return causal_attention(
+                q_BTNH, k_BTKH, v_BTKH, segment_ids=segment_ids_BT, soft_cap=self.soft_cap
+            )
+        return moba_attention(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            block_size=self.block_size,
+            top_k=self.top_k,
+            segment_ids=segment_ids_BT,
+            soft_cap=self.soft_cap,
+            sink_blocks=self.sink_blocks,
+            window_blocks=self.window_blocks,
+            implementation=self.implementation,
+        )
+
+    def output(self, y_BTNH: Array) -> Array:
+        """What the heads found, [B, T, D]."""
+        return self.out(y_BTNH.reshape(*y_BTNH.shape[:2], -1))
 
     def __call__(
         self, x_BTD: Array, *, positions_BT: Array, segment_ids_BT: Array | None = None
     ) -> Array:
         """Attends within documents (runs of equal segment ids, numbered apart; 0 is padding)."""
         q_BTNH, k_BTKH = self.queries_and_keys(x_BTD, positions_BT, segment_ids_BT)
-        v_BTKH = self.value(x_BTD).reshape(k_BTKH.shape)
-        if self.block_size is None:
-            y_BTNH = causal_attention(
-                q_BTNH, k_BTKH, v_BTKH, segment_ids=segment_ids_BT, soft_cap=self.soft_cap
-            )
-        else:
-            y_BTNH = moba_attention(
-                q_BTNH,
-                k_BTKH,
-                v_BTKH,
-                block_size=self.block_size,
-                top_k=self.top_k,
-                segment_ids=segment_ids_BT,
-                soft_cap=self.soft_cap,
-                sink_blocks=self.sink_blocks,
-                window_blocks=self.window_blocks,
-                implementation=self.implementation,
-            )
-        return self.out(y_BTNH.reshape(*x_BTD.shape[:2], -1))
+        return self.output(self.attend(q_BTNH, k_BTKH, self.values(x_BTD), segment_ids_BT))

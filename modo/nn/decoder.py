@@ -45,6 +45,12 @@ class Block(nnx.Module):
         attended_BCD = self.attention(
             self.attention_norm(x_BCD), positions_BT=positions_BC, segment_ids_BT=segment_ids_BC
         )
+        return self.after_attention(x_BCD, attended_BCD, gate_BC)
+
+    def after_attention(
+        self, x_BCD: Array, attended_BCD: Array, gate_BC: Array | None = None
+    ) -> Array:
+        """The update [B, C, D], given what attention makes of the tokens."""
         mlp_BCD = self.mlp(self.mlp_norm(x_BCD + attended_BCD))
         if gate_BC is not None:
             mlp_BCD = (gate_BC[..., None] * mlp_BCD).astype(mlp_BCD.dtype)
@@ -241,6 +247,19 @@ class Decoder(nnx.Module):
                 graphdef, state = nnx.split(group[place])
                 return nnx.merge(graphdef, jax.tree.map(lambda p: p[repeat], state))  # noqa: B023
         raise IndexError(f"layer {layer} of {self.config.num_layers}")
+
+    def unstacked(self) -> "Decoder":
+        """The same model with a module a layer; without scanned layers itself.
+
+        It shares the parameters, but for those of scanned layers, which are copied.
+        """
+        if not self.config.scan_layers:
+            return self
+        config = dataclasses.replace(self.config, scan_layers=False)
+        model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+        model.embedding, model.norm, model.head = self.embedding, self.norm, self.head
+        model.blocks = nnx.List([self.block(layer) for layer in range(config.num_layers)])
+        return model
 
     def __call__(
         self,

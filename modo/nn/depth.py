@@ -208,10 +208,7 @@ class MixtureOfDepths(nnx.Module):
         runs_BT = document_runs(segment_ids_BT)
         valid_BT = runs_BT > 0
 
-        logits_BT = self.router(seen_BTD)[..., 0]
-        predictor_BT = None
-        if self.predictor is not None:
-            predictor_BT = self.predictor(lax.stop_gradient(seen_BTD))[..., 0]
+        logits_BT, predictor_BT = self.scores(seen_BTD)
         route = self._choose(logits_BT, predictor_BT, runs_BT, routing, key)
 
         gate_BC = jnp.where(route.filled_BC, apply_gate(self.gate, route.weight_BC), 0.0)
@@ -246,6 +243,13 @@ class MixtureOfDepths(nnx.Module):
                 valid_BT,
             ),
         )
+
+    def scores(self, x_BTD: Array) -> tuple[Array, Array | None]:
+        """The router's logits [B, T], and the predictor's or None, float32."""
+        logits_BT = self.router(x_BTD)[..., 0]
+        if self.predictor is None:
+            return logits_BT, None
+        return logits_BT, self.predictor(lax.stop_gradient(x_BTD))[..., 0]
 
     def _choose(self, logits_BT, predictor_BT, runs_BT, routing, key) -> ops.Route:
         valid_BT = runs_BT > 0

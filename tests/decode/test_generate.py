@@ -7,6 +7,9 @@ import pytest
 from flax import nnx
 
 import modo
+from modo.decode import stream
+from modo.decode.generate import _generate as compiled
+from modo.decode.sampling import Sampling, draw
 
 pytestmark = pytest.mark.quick
 LENGTHS = np.array([5, 1, 0])
@@ -93,6 +96,82 @@ def test_sampling_is_seeded_and_follows_the_temperature(model, prompts):
     np.testing.assert_array_equal(sample(0, 1e-6), greedy)
 
 
+def test_rows_with_seeds_sample_as_each_alone(model, prompts):
+    options = dict(max_new_tokens=6, temperature=1.0, top_k=20, top_p=0.9, bos_token=0)
+    seeds = [7, 3, 7]
+    together = modo.generate(model, prompts, LENGTHS, seeds_B=seeds, **options)
+    for row, seed in enumerate(seeds):
+        one = slice(row, row + 1)
+        alone = modo.generate(model, prompts[one], LENGTHS[one], seeds_B=[seed], **options)
+        np.testing.assert_array_equal(alone[0], together[row])
+
+
+def test_draws_follow_the_truncated_distribution():
+    logits_V = jnp.log(jnp.asarray([0.1, 0.4, 0.1, 0.3, 0.1]))
+    key_B = jax.random.split(jax.random.key(0), 4000)
+    logits_BV = jnp.broadcast_to(logits_V, (4000, 5))
+    for options, expected in (
+        (dict(), [0.1, 0.4, 0.1, 0.3, 0.1]),
+        (dict(top_k=3), [1 / 8, 4 / 8, 0, 3 / 8, 0]),  # of equals the lowest
+        (dict(top_p=0.65), [0, 4 / 7, 0, 3 / 7, 0]),
+        (dict(top_p=0.75), [1 / 8, 4 / 8, 0, 3 / 8, 0]),
+        (dict(top_k=2, top_p=0.5), [0, 1, 0, 0, 0]),  # of what top_k left, 4 / 7
+        (dict(top_p=1e-9), [0, 1, 0, 0, 0]),
+        (dict(temperature=0.5), np.array([1, 16, 1, 9, 1]) / 28),
+    ):
+        token_B = draw(logits_BV, key_B, Sampling(**{"temperature": 1.0, **options}))
+        share_V = np.bincount(np.asarray(token_B), minlength=5) / 4000
+        assert np.all((share_V > 0) == (np.asarray(expected) > 0)), options
+        np.testing.assert_allclose(share_V, expected, atol=0.03)
+
+
+def test_rows_stop_apart_and_repeat_what_they_stopped_with(model, prompts):
+    free = np.asarray(modo.generate(model, prompts, LENGTHS, max_new_tokens=8, bos_token=0))
+    stop = int(free[0, 3])
+    ended = np.asarray(
+        modo.generate(
+            model, prompts, LENGTHS, max_new_tokens=8, bos_token=0, stop_tokens=[stop, 29]
+        )
+    )
+    for row in range(3):
+        stops = np.flatnonzero(np.isin(free[row], [stop, 29]))
+        end = stops[0] if len(stops) else 8
+        np.testing.assert_array_equal(ended[row, : end + 1], free[row, : end + 1])
+        assert np.all(ended[row, end:] == free[row, min(end, 7)])
+
+
+def test_a_stream_gives_the_same_in_pieces_and_ends_early(model, prompts):
+    options = dict(bos_token=0, temperature=1.0, key=jax.random.key(3))
+    whole = modo.generate(model, prompts, LENGTHS, max_new_tokens=9, **options)
+    pieces = stream(model, prompts, LENGTHS, max_new_tokens=9, chunk=3, **options)
+    pieces = [np.asarray(piece) for piece, _ in pieces]
+    assert [piece.shape[1] for piece in pieces] == [1, 3, 3, 2]
+    np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
+    pieces = stream(
+        model, prompts[1:2], LENGTHS[1:2], max_new_tokens=9, chunk=3, stop_tokens=range(30)
+    )
+    assert len(list(pieces)) == 1
+    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
+        stream(model, prompts, LENGTHS, max_new_tokens=9, chunk=0)
+
+
+def test_one_compilation(model, prompts):
+    key = jax.random.key(0)
+    arguments = dict(max_new_tokens=5, temperature=1.0)
+    modo.generate(model, prompts, np.array([5, 2, 3]), key=key, **arguments)
+    before = compiled._cache_size()
+    for row in range(2):
+        modo.generate(
+            model, prompts[::-1], np.array([1, 5, 2]), key=jax.random.key(row), **arguments
+        )
+    assert compiled._cache_size() == before
+
+
+def test_tokens_without_a_slot_are_told_of(model, prompts):
+    with pytest.warns(UserWarning, match=r"tokens skipped a routed layer .* raise routed_slots"):
+        modo.generate(model, prompts, np.array([5, 5, 5]), max_new_tokens=8, routed_slots=1)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -104,7 +183,16 @@ def test_sampling_is_seeded_and_follows_the_temperature(model, prompts):
         (dict(prompts_BT=np.full((3, 5), 30)), r"\[0, 30\), got 30"),
         (dict(prompts_BT=np.full((3, 5), -1)), r"\[0, 30\), got -1"),
         (dict(max_new_tokens=0), "at least 1, got 0"),
-        (dict(temperature=-0.5), "not be negative, got -0.5"),
+        (dict(temperature=-0.5), "not negative, got -0.5"),
+        (dict(temperature=float("nan")), "not negative, got nan"),
+        (dict(temperature=1.0, key=1, seeds_B=[1, 2, 3]), "not both"),
+        (dict(temperature=1.0, seeds_B=[1, 2]), r"seeds must be integers \[B\] = \(3,\)"),
+        (dict(top_k=0), "top_k must be at least 1, got 0"),
+        (dict(top_p=0.0), r"top_p must be in \(0, 1\], got 0"),
+        (dict(stop_tokens=[30]), r"stop_tokens must be in \[0, 30\), got 30"),
+        (dict(routed_slots=0), r"routed_slots must be in \[1, max_length 6\], got 0"),
+        (dict(attention="dense"), "attention must be sparse or full"),
+        (dict(prompts_BT=np.zeros((3, 5))), "prompts must be integers, got float"),
         (dict(temperature=1.0), "needs a key"),
         (dict(routing="top_k"), "must be causal"),
         (dict(bos_token=30, lengths_B=np.array([0, 1, 1])), r"bos_token must be in \[0, 30\)"),

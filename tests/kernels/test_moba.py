@@ -690,8 +690,8 @@ def test_dispatch_tables(seed):
     chosen[chosen == 2] = -1
     num_tiles = rows * J // tile + S
     dispatch = jax.jit(plan.dispatch, static_argnums=(1, 2, 3, 4))
-    tiles = dispatch(jnp.asarray(chosen.reshape(1, 1, -1)), rows, S, num_tiles, tile)
-    block, row, slot, used = (np.asarray(x)[0, 0] for x in tiles)
+    tiles = dispatch(jnp.asarray(chosen.reshape(-1)), rows, S, num_tiles, tile)
+    block, row, slot, used = (np.asarray(x) for x in tiles)
     valid = chosen.reshape(-1) >= 0
     assert len(set(slot[valid])) == valid.sum()
     for p in np.flatnonzero(valid):

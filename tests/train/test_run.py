@@ -132,17 +132,22 @@ def test_sample_command(finished_run, capsys):
     _, workdir, _ = finished_run
     arguments = ["--workdir", str(workdir), "--prompt", "the ", "--tokens", "5"]
     modo.sample.main(arguments)
-    first = capsys.readouterr().out
+    first, report = capsys.readouterr()
     modo.sample.main(arguments)
     assert first.startswith("the ") and capsys.readouterr().out == first
+    assert re.fullmatch(r"5 tokens; \d+\.\d% of block computations skipped\n", report)
+    modo.sample.main([*arguments, "--tokens", "40", "--top-k", "5", "--top-p", "0.9"])
+    assert re.match(r"40 tokens, \d+ a second once compiled; ", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--tokens", "0"], "--tokens must be at least 1"),
-        (["--temperature", "-1"], "--temperature must not be negative"),
-        (["--temperature", "nan"], "--temperature must not be negative"),
+        (["--temperature", "-1"], "--temperature must be finite and not negative, got -1"),
+        (["--temperature", "nan"], "--temperature must be finite and not negative, got nan"),
+        (["--top-k", "0"], "--top-k must be at least 1, got 0"),
+        (["--top-p", "2"], r"--top-p must be in \(0, 1\], got 2"),
         (["--seed", "-1"], r"--seed must be in \[0, 4294967295\], got -1"),
         (["--seed", "4294967296"], r"--seed must be in \[0, 4294967295\], got 4294967296"),
         (["--workdir", ""], "--workdir: is empty"),
