@@ -215,12 +215,11 @@ def row_bytes(T: int, L: int, H: int, E: int) -> int:
     return 4 * (T * -(-H // 8) * 8 + L * (_wide(H) + _wide(E)))
 
 
-def _cost(A, G, Z, W, H, E, products, arrays, dtype):
+def _cost(A, G, Z, W, products, bytes_accessed):
     """Of all pairs of tiles that there may be."""
+    scores = A * G * Z * W * W
     return pl.CostEstimate(
-        flops=2 * A * G * Z * W * W * products,
-        transcendentals=A * G * Z * W * W,
-        bytes_accessed=A * G * Z * W * arrays * (H + E) * dtype.itemsize,
+        flops=2 * scores * products, transcendentals=scores, bytes_accessed=bytes_accessed
     )
 
 
@@ -265,7 +264,7 @@ def forward(
     """
     A, G, T, H = q_AGTH.shape
     L, E = v_ALE.shape[1:]
-    J = start_AGJT.shape[2]
+    J, Z = start_AGJT.shape[2], pair_AZ.shape[1]
     specs = _specs(J, W, H, E, _split)
     o, top, total = pl.pallas_call(
         functools.partial(
@@ -291,7 +290,10 @@ def forward(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=max(2 * _tile_bytes(W, H, E), 16 << 20),
         ),
-        cost_estimate=_cost(A, G, pair_AZ.shape[1], W, H, E, H + E, 1, q_AGTH.dtype),
+        # Queries and results once, keys and values for every pair.
+        cost_estimate=_cost(
+            *(A, G, Z, W, H + E), A * G * (T + Z * W) * (H + E) * q_AGTH.dtype.itemsize
+        ),
         interpret=interpret,
         name=f"moba_dense_forward_{W}",
     )(pair_AZ, start_AGJT, q_AGTH, k_ALH, v_ALE)
@@ -312,7 +314,7 @@ def backward(
     """
     A, G, T, H = q_AGTH.shape
     L, E = v_ALE.shape[1:]
-    J, C = start_AGJT.shape[2], L // W
+    J, Z, C = start_AGJT.shape[2], pair_AZ.shape[1], L // W
     sums = (T // W, H, W), (C, W, H), (C, W, E)
     statistics = top_AGT[:, :, None], delta_AGT[:, :, None]
     specs = _specs(J, W, H, E, lambda pair: _split(pair)[::-1])
@@ -339,7 +341,12 @@ def backward(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=row_bytes(T, L, H, E) + max(2 * _tile_bytes(W, H, E), 16 << 20),
         ),
-        cost_estimate=_cost(A, G, pair_AZ.shape[1], W, H, E, 3 * H + 2 * E, 2, q_AGTH.dtype),
+        # Keys and values once a head, queries and gradients of outputs for every pair.
+        cost_estimate=_cost(
+            *(A, G, Z, W, 3 * H + 2 * E),
+            A * G * (L + Z * W) * (H + E) * q_AGTH.dtype.itemsize
+            + 4 * A * (G * T * H + L * (H + E)),
+        ),
         interpret=interpret,
         name=f"moba_dense_backward_{W}",
     )(pair_AZ, start_AGJT, q_AGTH, k_ALH, v_ALE, do_AGTE, *statistics)
