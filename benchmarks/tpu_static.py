@@ -1,6 +1,6 @@
 """MoBA's TPU kernels beside splash attention, by the compiler's own schedule: no TPU is needed.
 
-python -m benchmarks.tpu_static [--generations v5e v6e] [--json FILE]
+python -m benchmarks.tpu_static [--generations v5e v6e] [--json FILE] [--costs]
 
 libtpu compiles for each generation and writes the final schedule of every kernel: its bundles are
 about the cycles of one grid step when memory keeps up. A row compares one attended tile (queries x
@@ -8,8 +8,12 @@ keys, width 128, bfloat16) of modo's kernel, statistics and writes included, wit
 splash attention; backward is modo's one pass against splash's dkv and dq passes together.
 
 Below it, an estimate of a whole layer by row length from those bundles: `gather` is the time to
-gather rows at an assumed 4 ns each, and `times faster` is splash's causal half over all of modo's
-parts: the choice, the own block, the tiles and the gathers. These are estimates, not measurements.
+gather rows at an assumed 4 ns each, `dense` that of the dense path, which takes the place of own
+block, tiles and gathers where the rule in kernels_pallas/moba/tpu_costs.py says so (a star), and
+`times faster` is splash's causal half over all parts of the path taken, the choice among them.
+These are estimates, not measurements.
+
+--costs prints the numbers that the rule rests on instead.
 """
 
 import argparse
@@ -34,15 +38,21 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
 from kernels_pallas import tpu_topology
-from kernels_pallas.moba import plan, tpu, tpu_choose, tpu_interval, tpu_tiles
+from kernels_pallas.moba import (
+    plan,
+    tpu,
+    tpu_choose,
+    tpu_costs,
+    tpu_dense,
+    tpu_interval,
+    tpu_tiles,
+)
+from kernels_pallas.moba.tpu_costs import CLOCK, GATHER_NS
 
 _DUMP = pathlib.Path(os.environ["TPU_STATIC_DUMP"])
-# Cycles a nanosecond.
-CLOCK = {"v5e": 1.5, "v5p": 1.75, "v6e": 1.75, "tpu7x": 1.9}
 TILES = ((256, 512), (512, 512))
 WIDTH = 128
-GATHER_NS = 4
-LENGTHS = [8192 << i for i in range(8)]
+LENGTHS = [2048 << i for i in range(10)]
 TOP_K = 3
 
 
@@ -92,11 +102,11 @@ def _array(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def moba_tiles(generation: str, queries: int, keys: int) -> tuple[dict, dict]:
+def moba_tiles(generation: str, queries: int, keys: int, dtype=jnp.bfloat16) -> tuple[dict, dict]:
     """The tile kernels, forward and backward."""
     Z, S = 8, 4
     table, used = _array(Z, dtype=jnp.int32), _array(dtype=jnp.int32)
-    block = _array(S, keys, WIDTH)
+    block = _array(S, keys, WIDTH, dtype=dtype)
     sums = _array(S, keys, WIDTH, dtype=jnp.float32)
 
     def forward(*args):
@@ -105,8 +115,8 @@ def moba_tiles(generation: str, queries: int, keys: int) -> tuple[dict, dict]:
     def backward(*args):
         return tpu_tiles.backward(*args, soft_cap=None, interpret=False)
 
-    rows = _array(Z, queries, 2 * WIDTH + tpu_tiles.LANES)
-    args = (table, used, _array(Z, queries, WIDTH), block, block)
+    rows = _array(Z, queries, 2 * WIDTH + tpu_tiles.LANES, dtype=dtype)
+    args = (table, used, _array(Z, queries, WIDTH, dtype=dtype), block, block)
     return (
         only(schedule(generation, forward, args), "moba_tiles_forward"),
         only(
@@ -178,17 +188,26 @@ def compare(generation: str) -> list[dict]:
     return rows
 
 
-def other_bundles(generation: str, window: int, choices: int) -> dict[str, int]:
-    """Bundles of a grid step of the choice (a tile of queries against a tile of blocks), and of
-    the own block forward and backward."""
+def choose_bundles(generation: str, choices: int) -> int:
+    """Of a tile of queries against a tile of blocks."""
     T, S = 8192, 256
-    low, q, k = _array(1, T, dtype=jnp.int32), _array(1, 1, T, WIDTH), _array(1, T, WIDTH)
-    stat = _array(1, 1, T, dtype=jnp.float32)
-    options = {"W": window, "reach": 1, "soft_cap": None, "interpret": False}
+    call = plan.make_call(T, T // S, choices + 1, aligned=True)
 
     def choose(*args):
-        call = plan.make_call(T, T // S, choices + 1, aligned=True)
         return tpu_choose.choose(call, *args, tile=512, interpret=False)
+
+    tokens = _array(1, T, dtype=jnp.int32)
+    args = (tokens, tokens, _array(1, 1, T, WIDTH), _array(1, S, WIDTH, dtype=jnp.float32))
+    return only(schedule(generation, choose, args), "choose")["bundles"]
+
+
+def own_bundles(generation: str, dtype=jnp.bfloat16) -> tuple[int, int]:
+    """Of the own block, forward and backward."""
+    T, W = 8192, tpu_costs.WINDOW
+    options = {"W": W, "reach": 1, "soft_cap": None, "interpret": False}
+    low = _array(1, T, dtype=jnp.int32)
+    q, k = _array(1, 1, T, WIDTH, dtype=dtype), _array(1, T, WIDTH, dtype=dtype)
+    stat = _array(1, 1, T, dtype=jnp.float32)
 
     def forward(*args):
         return tpu_interval.forward(*args, **options)
@@ -196,17 +215,57 @@ def other_bundles(generation: str, window: int, choices: int) -> dict[str, int]:
     def backward(*args):
         return tpu_interval.backward(*args, **options)
 
-    centroids = _array(1, S, WIDTH, dtype=jnp.float32)
-    return {
-        "choose": only(schedule(generation, choose, (low, low, q, centroids)), "choose")["bundles"],
-        "forward": only(schedule(generation, forward, (low, q, k, k)), "interval")["bundles"],
-        "backward": only(schedule(generation, backward, (low, q, k, k, q, stat, stat)), "interval")[
-            "bundles"
-        ],
-    }
+    return tuple(
+        only(schedule(generation, function, args), "interval")["bundles"]
+        for function, args in ((forward, (low, q, k, k)), (backward, (low, q, k, k, q, stat, stat)))
+    )
 
 
-def estimate(generation: str, rows: list[dict], block_size: int, length: int, other) -> dict:
+def dense_bundles(generation: str, aligned: bool, dtype=jnp.bfloat16) -> tuple[float, float]:
+    """Of a pair of tiles of the dense path, forward and backward.
+
+    A kernel holds the code for pairs before a query's own tile and for the own tile, about as long.
+    """
+    T, W = 4096, tpu_costs.WINDOW
+    options = {"W": W, "size": 512, "aligned": aligned, "soft_cap": None, "interpret": False}
+    start = _array(1, 1, TOP_K, T, dtype=jnp.int32)
+    table = _array(1, tpu_dense.num_pairs(T // W, 0), dtype=jnp.int32)
+    used = _array(dtype=jnp.int32)
+    q, k = _array(1, 1, T, WIDTH, dtype=dtype), _array(1, T, WIDTH, dtype=dtype)
+    stat = _array(1, 1, T, dtype=jnp.float32)
+    args = (table, used, start, q, k, k)
+
+    def forward(*args):
+        return tpu_dense.forward(*args, **options)
+
+    def backward(*args):
+        return tpu_dense.backward(*args, **options)
+
+    return tuple(
+        only(schedule(generation, function, args), "dense")["bundles"] / 2
+        for function, args in ((forward, args), (backward, (*args, q, stat, stat)))
+    )
+
+
+def costs(generation: str, dtype) -> tpu_costs.Bundles:
+    """What `tpu_costs.BUNDLES` should hold."""
+
+    def tile(keys):
+        parts = moba_tiles(generation, tpu_costs.TILE, keys, dtype)
+        return sum(part["bundles"] for part in parts)
+
+    return tpu_costs.Bundles(
+        dense=sum(dense_bundles(generation, True, dtype)),
+        dense_any=sum(dense_bundles(generation, False, dtype)),
+        tile_128=tile(128),
+        tile_512=tile(512),
+        own=sum(own_bundles(generation, dtype)),
+    )
+
+
+def estimate(
+    generation: str, rows: list[dict], block_size: int, length: int, choose: int, own: int
+) -> dict:
     """Milliseconds of one query head of a layer, forward and backward, by bundles and gathers."""
     tile = {row["kernel"]: row for row in rows if row["tile"] == f"256x{block_size}"}
     choices = TOP_K - 1
@@ -217,14 +276,26 @@ def estimate(generation: str, rows: list[dict], block_size: int, length: int, ot
     # Blocks that lie behind all queries of a tile are not scored.
     scored = length / 512 * max(1, call.candidates / 256 / 2)
     bundles = {
-        "choice": scored * other["choose"],
-        "own": length / layout.window * (other["forward"] + other["backward"]),
+        "choice": scored * choose,
+        "own": length / layout.window * own,
         "tiles": tiles * (tile["forward"]["bundles"] + tile["backward"]["bundles"]),
     }
     # Queries to tiles and results back, in either pass.
     gathered = 2 * (tiles * layout.tile + pairs)
-    dense = length**2 / 2 / (256 * 512)
-    dense *= tile["forward"]["splash_bundles"] + tile["backward"]["splash_bundles"]
+    splash_ms = length**2 / 2 / (256 * 512) / CLOCK[generation] * 1e-6
+    splash_ms *= tile["forward"]["splash_bundles"] + tile["backward"]["splash_bundles"]
+    dense_ms = tpu_costs.dense_ns(call, length, length, generation, 2) * 1e-6
+    dense = tpu_costs.is_dense(
+        call,
+        queries=length,
+        length=length,
+        groups=1,
+        rows=1,
+        key_width=WIDTH,
+        value_width=WIDTH,
+        itemsize=2,
+        device_kind=tpu_topology.devices(generation)[0].device_kind,
+    )
     ms = {name: value / CLOCK[generation] * 1e-6 for name, value in bundles.items()}
     ms["gather"] = gathered * GATHER_NS * 1e-6
     return {
@@ -232,8 +303,10 @@ def estimate(generation: str, rows: list[dict], block_size: int, length: int, ot
         "length": length,
         "rows_gathered_per_token": gathered / length,
         **{f"{name}_ms": value for name, value in ms.items()},
-        "splash_ms": dense / CLOCK[generation] * 1e-6,
-        "times_faster": dense / CLOCK[generation] * 1e-6 / sum(ms.values()),
+        "dense_ms": dense_ms,
+        "dense": dense,
+        "splash_ms": splash_ms,
+        "times_faster": splash_ms / (ms["choice"] + dense_ms if dense else sum(ms.values())),
     }
 
 
@@ -242,7 +315,14 @@ def main() -> None:
     generations = list(tpu_topology.TOPOLOGIES)
     parser.add_argument("--generations", nargs="+", choices=generations, default=generations)
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--costs", action="store_true", help="what the choice of a path rests on")
     options = parser.parse_args()
+    if options.costs:
+        for generation in options.generations:
+            for dtype in (jnp.bfloat16, jnp.float32):
+                print(generation, dtype.__name__, costs(generation, dtype), flush=True)
+        shutil.rmtree(_DUMP)
+        return
     rows, estimates = [], []
     print(f"{'':<7}{'kernel':<10}{'tile':<9}{'bundles':>8}{'splash':>8}{'ratio':>7}{'MXU':>7}")
     for generation in options.generations:
@@ -253,16 +333,17 @@ def main() -> None:
                 f"{row['splash_bundles']:>8}{row['ratio_to_splash']:>7.2f}{row['mxu']:>7.2f}",
                 flush=True,
             )
-        other = other_bundles(generation, 512, TOP_K - 1)
-        estimates += [estimate(generation, new, 512, length, other) for length in LENGTHS]
+        parts = choose_bundles(generation, TOP_K - 1), sum(own_bundles(generation))
+        estimates += [estimate(generation, new, 512, length, *parts) for length in LENGTHS]
     print(f"\nOne query head, blocks of 512, top_k {TOP_K}, both passes, estimated ms")
-    parts = ("choice", "own", "tiles", "gather", "splash")
+    parts = ("choice", "own", "tiles", "gather", "dense", "splash")
     print(f"{'':<7}{'T':>8}" + "".join(f"{part:>9}" for part in parts) + f"{'times faster':>14}")
     for row in estimates:
         print(
             f"{row['generation']:<7}{row['length']:>8}"
             + "".join(f"{row[f'{part}_ms']:>9.3f}" for part in parts)
             + f"{row['times_faster']:>14.2f}"
+            + " *" * row["dense"]
         )
     if options.json is not None:
         options.json.write_text(json.dumps({"rows": rows, "estimates": estimates}, indent=2) + "\n")

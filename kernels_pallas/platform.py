@@ -21,14 +21,18 @@ class Kernel:
 
     Attributes:
       interpret: False: compiled; else as for pallas_call.
+      by_device: whether the function also takes device_kind, the kind of device that the code is
+        lowered for; None: it is unknown.
     """
 
     function: Callable
     static: tuple[Hashable, ...] = ()
     interpret: bool = False
+    by_device: bool = False
 
-    def __call__(self, *args):
-        return self.function(*self.static, *args, interpret=self.interpret)
+    def __call__(self, *args, device_kind: str | None = None):
+        options = {"device_kind": device_kind} if self.by_device else {}
+        return self.function(*self.static, *args, interpret=self.interpret, **options)
 
 
 def by_platform(kernels: dict[str, Kernel], elsewhere: Callable, out_shapes, *args):
@@ -100,12 +104,25 @@ def _cut_by_compiler(axis_context) -> bool:
     return manual | set(axis_context.mesh.manual_axes) != set(axis_context.mesh.axis_names)
 
 
+def _device_kind(module_context) -> str | None:
+    """The kind of device that a program is lowered for, which need not be here; None: unknown."""
+    device = getattr(getattr(module_context.axis_context, "mesh", None), "abstract_device", None)
+    if device is None and module_context.backend is not None:
+        # None where it is not the one that the code is lowered for.
+        backend = module_context.get_backend(optional=True)
+        device = None if backend is None else backend.devices()[0]
+    return None if device is None else device.device_kind
+
+
 def _lower(ctx, *leaves, kernel, elsewhere, tree, out_shapes):
     if elsewhere is not None and _cut_by_compiler(ctx.module_context.axis_context):
-        kernel = elsewhere
+        run = elsewhere
+    else:
+        device_kind = _device_kind(ctx.module_context)
+        run = functools.partial(kernel, device_kind=device_kind)
 
     def flat(*leaves):
-        return jax.tree.leaves(kernel(*jax.tree.unflatten(tree, leaves)))
+        return jax.tree.leaves(run(*jax.tree.unflatten(tree, leaves)))
 
     return mlir.lower_fun(flat, multiple_results=True)(ctx, *leaves)
 

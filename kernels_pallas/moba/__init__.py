@@ -238,19 +238,22 @@ def _attend(implementation, call: plan.Call, q_BTNH, k_BTKH, v_BTKE, segment_ids
     return _attention(implementation, call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks)
 
 
+def _kernel(module, name: str, call: plan.Call) -> Kernel:
+    # How a TPU attends depends on its generation.
+    by_device = module is tpu and name != "choose"
+    return Kernel(getattr(module, name), (call,), by_device=by_device)
+
+
 def _run(implementation, name: str, call: plan.Call, out_shapes, *args):
     """What the implementation's function `name` makes of the arguments."""
     in_xla = functools.partial(getattr(plan if name == "choose" else xla, name), call)
     if implementation == "xla" or args[0].dtype not in _PALLAS_DTYPES:
         return in_xla(*args)
     if implementation is None:
-        kernels = {
-            platform: Kernel(getattr(module, name), (call,))
-            for platform, module in _KERNELS.values()
-        }
+        kernels = {platform: _kernel(module, name, call) for platform, module in _KERNELS.values()}
         return by_platform(kernels, in_xla, out_shapes, *args)
     platform, module = _KERNELS[implementation]
-    return on_platform(platform, Kernel(getattr(module, name), (call,)), out_shapes, *args)
+    return on_platform(platform, _kernel(module, name, call), out_shapes, *args)
 
 
 def _choose(implementation, call: plan.Call, q_BTNH, k_BTKH, blocks: plan.Blocks) -> jax.Array:

@@ -31,7 +31,7 @@ class Call:
       aligned: whether all rows are one document that begins at their first token.
       scale: multiplies the scores of attention.
       soft_cap: of the scores of attention.
-      path: of implementation "xla"; None: the cheaper.
+      path: of implementations "xla" and "pallas_tpu"; None: the cheaper.
       sinks, window: of the choices, so many are a document's first blocks, and the last blocks
         before the query's own, whatever their scores.
       chunk: of queries that choose at once on implementation "xla"; None: by their number. It may

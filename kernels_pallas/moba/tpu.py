@@ -1,5 +1,8 @@
 """MoBA for TPUs: intervals of keys for the own block, tiles of queries for the chosen ones.
 
+Short rows take the dense path, tpu_dense: everything in one kernel under the exact choice, without
+a gather. `tpu_costs` says which rows are short.
+
 Long rows are taken a group of query heads at a time, and in the group a chunk of tokens at a time,
 so that what is gathered stays small beside the inputs.
 
@@ -10,6 +13,7 @@ Axes: see plan.py; A key heads of all batch rows of a group, X a gathered row wi
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -18,12 +22,14 @@ from jax import lax
 from jax.experimental.layout import Layout as DeviceLayout
 from jax.experimental.layout import with_layout_constraint
 
-from kernels_pallas.moba import plan, tpu_choose, tpu_interval, tpu_tiles
+from kernels_pallas.moba import plan, tpu_choose, tpu_costs, tpu_dense, tpu_interval, tpu_tiles
 from kernels_pallas.moba.tpu_tiles import LANES
 
-_WINDOW = 512
-_TILE = 256
+_WINDOW = tpu_costs.WINDOW
+_TILE = tpu_costs.TILE
 _CHOOSE_TILE = 512
+# Where an interval begins that no query reaches.
+_NOWHERE = 1 << 30
 # Pairs of a query and a block that are gathered and attended at once: it bounds the memory.
 _CHUNK_PAIRS = 1 << 20
 
@@ -41,6 +47,9 @@ class Layout:
       tokens: of a chunk.
       tile: queries of a tile that chose the same block.
       tiles: of a chunk.
+      dense: whether one kernel attends to everything.
+      aligned: whether all blocks begin at multiples of their size, counted from the first key that
+        intervals reach.
     """
 
     heads: int
@@ -51,6 +60,8 @@ class Layout:
     tokens: int
     tile: int = 0
     tiles: int = 0
+    dense: bool = False
+    aligned: bool = False
 
 
 def _chunk_windows(windows: int, most: int) -> int:
@@ -62,7 +73,14 @@ def _chunk_windows(windows: int, most: int) -> int:
 
 
 def make_layout(
-    call: plan.Call, B: int, T: int, N: int, K: int, length: int | None = None
+    call: plan.Call,
+    B: int,
+    T: int,
+    N: int,
+    K: int,
+    length: int | None = None,
+    *,
+    dense: bool = False,
 ) -> Layout:
     """The layout of a call of T queries from its static shapes; length: tokens if T are a chunk."""
     M, J, G = call.block_size, call.choices, N // K
@@ -72,6 +90,12 @@ def make_layout(
     window = min(_WINDOW, -(-T // LANES) * LANES)
     windows = -(-T // window)
     before = -(-(length - T) // window)
+    if dense:
+        aligned = call.aligned and length == T if call.everything else aligned
+        tokens = windows * window
+        return Layout(
+            N, tokens, window, before + windows, before, tokens, dense=True, aligned=aligned
+        )
     if call.everything:
         reach, front = before + windows, before
     elif aligned and (M % window == 0 or window % M == 0):
@@ -133,6 +157,46 @@ def _reached(x_ALX, layout: Layout, queries: int, offset):
     if queries == length:
         return x_ALX
     return lax.dynamic_slice_in_dim(x_ALX, offset, front + layout.length, 1)
+
+
+def _starts(call: plan.Call, blocks: plan.Blocks, layout: Layout, low_BT, chosen_BNJT, K, offset):
+    """Where the intervals of keys begin that each query attends to, [A, G, 1 + J, length].
+
+    The first is the own block, or all of the query's document.
+    """
+    B, N, J, T = chosen_BNJT.shape
+    start_BNJT = jnp.full((B, N, J, T), _NOWHERE, jnp.int32)
+    if J:
+        shift = layout.front * layout.window - (offset if blocks.own_BT.shape[1] > T else 0)
+        if call.aligned:
+            start_BNJT = chosen_BNJT * call.block_size
+        else:
+            # Not a gather, which takes longer than to look at all blocks.
+            number_S = jnp.arange(call.candidates, dtype=jnp.int32)
+            start_BNJT = jnp.sum(
+                jnp.where(
+                    chosen_BNJT[..., None] == number_S, blocks.start_BS[:, None, None, None], 0
+                ),
+                axis=-1,
+            )
+        start_BNJT = jnp.where(chosen_BNJT < 0, _NOWHERE, start_BNJT + shift)
+    start_BNJT = _pad_tokens(start_BNJT, 3, layout.length, _NOWHERE)
+    low_BN1T = jnp.broadcast_to(low_BT[:, None, None], (B, N, 1, layout.length))
+    start_BNJT = jnp.concatenate([low_BN1T, start_BNJT], axis=2)
+    return start_BNJT.reshape(B * K, N // K, 1 + J, layout.length)
+
+
+def _dense_kernels(call: plan.Call, layout: Layout, blocks, low_BT, chosen_BNJT, K, offset):
+    """The dense path's forward and backward kernel, given what every query attends to."""
+    W, front = layout.window, layout.front
+    size = front * W + layout.length if call.everything else call.block_size
+    start_AGJT = _starts(call, blocks, layout, low_BT, chosen_BNJT, K, offset)
+    by_row, by_column, used = tpu_dense.pair_tables(start_AGJT, W, size, front)
+    options = {"W": W, "size": size, "aligned": layout.aligned, "soft_cap": call.soft_cap}
+    return (
+        functools.partial(tpu_dense.forward, by_row, used, start_AGJT, **options),
+        functools.partial(tpu_dense.backward, by_column, used, start_AGJT, **options),
+    )
 
 
 def _from_reached(x_ALX, layout: Layout, queries: int, length: int, offset):
@@ -285,14 +349,33 @@ def _normalise(o, top, total, dtype):
     return (o.astype(jnp.float32) * inverse[..., None]).astype(dtype), top, inverse
 
 
+def _layout(call: plan.Call, q_BTNH, v_BTKE, device_kind) -> Layout:
+    B, T, N, H = q_BTNH.shape
+    length, K, E = v_BTKE.shape[1:]
+    dense = tpu_costs.is_dense(
+        call,
+        queries=T,
+        length=length,
+        groups=N // K,
+        rows=B * K,
+        key_width=H,
+        value_width=E,
+        itemsize=q_BTNH.dtype.itemsize,
+        device_kind=device_kind,
+    )
+    return make_layout(call, B, T, N, K, length, dense=dense)
+
+
 def forward(
-    call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, offset=0, *, interpret: bool
-):
+    call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, offset=0,
+    *, interpret: bool, device_kind: str | None = None,
+):  # fmt: skip
     """Attention, and of each query the largest score to base 2 and 1 / sum of exp2(score - it).
 
     Args:
       q_BTNH, chosen_BNJT: of all tokens, or of consecutive ones that begin at `offset`.
       blocks: of all tokens.
+      device_kind: what the code is for; None: unknown.
 
     Returns:
       o_BTNE in the dtype of queries, top_BNT, inverse_BNT float32.
@@ -300,24 +383,30 @@ def forward(
     B, T, N, _ = q_BTNH.shape
     K, E = v_BTKE.shape[2:]
     dtype = q_BTNH.dtype
-    layout = make_layout(call, B, T, N, K, k_BTKH.shape[1])
+    layout = _layout(call, q_BTNH, v_BTKE, device_kind)
     heads, key_heads = layout.heads, max(1, layout.heads * K // N)
     low_BT = _low(call, blocks, layout, T, offset)
+    if layout.dense:
+        attend, _ = _dense_kernels(call, layout, blocks, low_BT, chosen_BNJT, K, offset)
+    else:
+        attend = functools.partial(
+            tpu_interval.forward,
+            low_BT,
+            W=layout.window,
+            reach=layout.reach,
+            soft_cap=call.soft_cap,
+        )
 
     def group(out, start):
         key_start = start // (N // K)
         q_AGTH = _multiplied(call, _queries(layout, q_BTNH, start, heads, key_heads))
         k_BKTH, v_BKTE = (_keys(x, key_start, key_heads) for x in (plan.bounded(k_BTKH), v_BTKE))
-        part = tpu_interval.forward(
-            low_BT,
+        part = attend(
             q_AGTH,
             *(_reached(_merge_heads(x), layout, T, offset) for x in (k_BKTH, v_BKTE)),
-            W=layout.window,
-            reach=layout.reach,
-            soft_cap=call.soft_cap,
             interpret=interpret,
         )
-        if not call.choices:
+        if layout.dense or not call.choices:
             part = _normalise(*part, dtype)
         else:
             k_ASMH, v_ASME = (_cut(call, blocks, x) for x in (k_BKTH, v_BKTE))
@@ -377,7 +466,7 @@ def _backward_chunk(
 
 def backward(
     call: plan.Call, q_BTNH, k_BTKH, v_BTKE, chosen_BNJT, blocks, o, top, inverse, do_BTNE,
-    offset=0, *, interpret: bool,
+    offset=0, *, interpret: bool, device_kind: str | None = None,
 ):  # fmt: skip
     """Gradients of queries in their dtype, and of keys and values in float32.
 
@@ -386,9 +475,19 @@ def backward(
     """
     B, T, N, H = q_BTNH.shape
     length, K, E = v_BTKE.shape[1:]
-    layout = make_layout(call, B, T, N, K, length)
+    layout = _layout(call, q_BTNH, v_BTKE, device_kind)
     heads, key_heads = layout.heads, max(1, layout.heads * K // N)
     low_BT = _low(call, blocks, layout, T, offset)
+    if layout.dense:
+        _, attend = _dense_kernels(call, layout, blocks, low_BT, chosen_BNJT, K, offset)
+    else:
+        attend = functools.partial(
+            tpu_interval.backward,
+            low_BT,
+            W=layout.window,
+            reach=layout.reach,
+            soft_cap=call.soft_cap,
+        )
 
     def stat(x_BNT, start):
         x_AGT = _group_of(x_BNT, 1, start, heads).reshape(B * key_heads, -1, T)
@@ -406,21 +505,17 @@ def backward(
         do_AGTE = queries(do_BTNE).astype(jnp.float32) * inverse_AGT[..., None]
         delta_AGT = jnp.sum(do_AGTE * queries(o).astype(jnp.float32), axis=-1)
         do_AGTE = do_AGTE.astype(v_BTKE.dtype)
-        dq_AGTH, dk_ATH, dv_ATE = tpu_interval.backward(
-            low_BT,
+        dq_AGTH, dk_ATH, dv_ATE = attend(
             q_AGTH,
             *(_reached(_merge_heads(x), layout, T, offset) for x in (k_BKTH, v_BKTE)),
             do_AGTE,
             top_AGT,
             delta_AGT,
-            W=layout.window,
-            reach=layout.reach,
-            soft_cap=call.soft_cap,
             interpret=interpret,
         )
         own = (_from_reached(x, layout, T, length, offset) for x in (dk_ATH, dv_ATE))
         own = tuple(x.reshape(B, key_heads, *x.shape[1:]) for x in own)
-        if call.choices:
+        if call.choices and not layout.dense:
             k_ASMH, v_ASME = (_cut(call, blocks, x) for x in (k_BKTH, v_BKTE))
 
             def chunk(sums, dq_AGtH, constants):

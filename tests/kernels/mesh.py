@@ -30,8 +30,17 @@ CASES = {
     "own block": ((1, 2, 4), (1, 64, 2, 2, 8, 8), 8, 1, "xla", {"segment_ids": "packed"}),
     "everything": ((2, 1, 4), (2, 64, 2, 1, 8, 8), 8, 9, "xla", {"segment_ids": "packed"}),
     "no context": ((4, 2, 1), (4, 50, 4, 2, 8, 8), 8, 3, "xla", {"dtype": jnp.bfloat16}),
-    "kernels": ((1, 2, 2), (1, 320, 4, 2, 8, 12), 24, 3, "pallas_tpu", {"segment_ids": "packed"}),
-    "long blocks": ((1, 1, 2), (1, 768, 1, 1, 8, 8), 256, 2, "pallas_tpu", {}),
+    "kernels": (
+        *((1, 2, 2), (1, 320, 4, 2, 8, 12), 24, 3, "pallas_tpu grouped"),
+        {"segment_ids": "packed"},
+    ),
+    "long blocks": ((1, 1, 2), (1, 768, 1, 1, 8, 8), 256, 2, "pallas_tpu grouped", {}),
+    "dense kernels": (
+        *((1, 2, 2), (1, 320, 4, 2, 8, 12), 24, 3, "pallas_tpu"),
+        {"segment_ids": "packed"},
+    ),
+    "dense kernel blocks": ((1, 1, 2), (1, 512, 1, 1, 8, 8), 64, 3, "pallas_tpu", {}),
+    "dense kernel everything": ((1, 1, 2), (1, 320, 1, 1, 8, 8), 64, 9, "pallas_tpu", {}),
 }
 
 
@@ -105,16 +114,18 @@ def check_equal(name):
     mesh, args, implementation, options = arguments(name)
     one_device = functools.partial(moba.moba_attention, implementation="reference", **options)
     expected = out_and_gradients(one_device)(*args)
-    path = implementation if implementation in XLA_PATHS else None
+    if implementation in XLA_PATHS:
+        implementation = f"xla {implementation}"
+    implementation, _, path = implementation.partition(" ")
     attention = functools.partial(
         sharded.sharded_moba_attention,
         mesh=mesh,
-        implementation="xla" if path else implementation,
+        implementation=implementation,
         **AXES,
         **options,
     )
     placed = place(sharded._make_axes(mesh, *AXES.values(), *args[:2]), *args)
-    forced = functools.partial(plan.make_call, path=path)
+    forced = functools.partial(plan.make_call, path=path or None)
     with mock.patch.object(plan, "make_call", forced), mock.patch.multiple(tpu, **SMALL_TILES):
         program = out_and_gradients(attention).lower(*placed).compile()
     tolerance = 1e-5 if args[0].dtype == jnp.float32 else 1e-2

@@ -16,19 +16,19 @@ from kernels_pallas.moba import plan, xla_layout
 from tests.jaxpr import dot_flops, equations
 from tests.kernels import moba_numpy
 
-IMPLEMENTATIONS = ("reference", "dense", "grouped", "pallas_tpu")
+# Short rows take the TPU's dense path.
+IMPLEMENTATIONS = ("reference", "dense", "grouped", "pallas_tpu", "pallas_tpu grouped")
 XLA_PATHS = ("dense", "grouped")
 # Code for tiny shapes takes longer to optimise than to run.
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 
 def traced(name, *args, **options):
-    """moba_attention by one implementation, "xla" also on one of its two paths."""
-    if name not in XLA_PATHS:
-        return moba.moba_attention(*args, implementation=name, **options)
-    forced = functools.partial(plan.make_call, path=name)
+    """moba_attention by one implementation, those with two paths also on one of them."""
+    implementation, _, path = (f"xla {name}" if name in XLA_PATHS else name).partition(" ")
+    forced = functools.partial(plan.make_call, path=path or None)
     with mock.patch.object(plan, "make_call", forced):
-        return moba.moba_attention(*args, implementation="xla", **options)
+        return moba.moba_attention(*args, implementation=implementation, **options)
 
 
 @functools.cache

@@ -12,7 +12,8 @@ from modo.ops import sharded_moba_attention
 
 # Parts of about the same time; tests/kernels/mesh.py has the cases by name.
 PARTS = [
-    ("all axes", "documents", "dense", "long dense", "no context"),
+    ("all axes", "documents", "dense", "long dense", "no context", "dense kernels",
+     "dense kernel blocks", "dense kernel everything"),
     ("blocks across devices", "longer than a chunk", "own block", "everything", "kernels",
      "long blocks", "choice"),
 ]  # fmt: skip

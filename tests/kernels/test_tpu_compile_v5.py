@@ -13,10 +13,10 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 test_compiles, test_mod_compiles = make_tests(
     ("v5e", "v5p"),
     [
-        ("v5e", 8192, 2, 1, 256, 512, 3, F32, False),
-        ("v5p", 16384, 1, 1, 128, 4096, 3, F32, True),
-        ("v5e", 1100, 2, 1, 64, 100, 3, F32, True),
-        ("v5e", MILLION, 8, 1, 128, 512, 4, BF16, False),
+        ("v5e", 8192, 2, 1, 256, 512, 3, F32, False, "grouped"),
+        ("v5p", 16384, 1, 1, 128, 4096, 3, F32, True, None),
+        ("v5e", 1100, 2, 1, 64, 100, 3, F32, True, None),
+        ("v5e", MILLION, 8, 1, 128, 512, 4, BF16, False, "grouped"),
     ],
 )
 

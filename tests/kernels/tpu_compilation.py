@@ -3,23 +3,28 @@
 libtpu may compile in one thread of a process only, so generations are shared out over test files.
 """
 
+import functools
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from kernels_pallas import moba, mod
+from kernels_pallas.moba import plan
 from kernels_pallas.tpu_topology import one_chip
 
 MILLION = 1 << 20
 # What every generation compiles: T, query heads, key heads, head width, block_size, top_k, dtype,
-# documents
+# documents, path; None: the dense path, by its rule
 CASES = (
-    (8192, 4, 1, 128, 512, 3, jnp.bfloat16, False),
-    (8192, 2, 1, 64, 128, 8, jnp.float32, True),
-    (8192, 2, 2, 256, 512, 3, jnp.bfloat16, True),
-    (32768, 1, 1, 128, 4096, 3, jnp.bfloat16, False),
+    (8192, 4, 1, 128, 512, 3, jnp.bfloat16, False, None),
+    (16384, 2, 1, 64, 128, 8, jnp.bfloat16, False, None),
+    (8192, 4, 1, 128, 512, 3, jnp.bfloat16, False, "grouped"),
+    (4096, 2, 1, 64, 128, 8, jnp.float32, True, "grouped"),
+    (4096, 2, 2, 256, 512, 3, jnp.bfloat16, False, "grouped"),
+    (32768, 1, 1, 128, 4096, 3, jnp.bfloat16, False, "grouped"),
 )
 
 
@@ -48,11 +53,15 @@ def compile_case(generation, T, N, K, H, block_size, top_k, dtype, documents):
     return jitted.lower(q, k, k, q, ids).compile()
 
 
-def check_case(generation, T, N, K, H, block_size, top_k, dtype, documents):
-    executable = compile_case(generation, T, N, K, H, block_size, top_k, dtype, documents)
+def check_case(generation, T, N, K, H, block_size, top_k, dtype, documents, path):
+    forced = functools.partial(plan.make_call, path=path)
+    with mock.patch.object(plan, "make_call", forced):
+        executable = compile_case(generation, T, N, K, H, block_size, top_k, dtype, documents)
     text = executable.as_text()
-    for kernel in ("interval_forward", "interval_backward", "choose", "tiles_forward"):
-        assert f"moba_{kernel}" in text
+    kernels = ("interval", "tiles") if path == "grouped" else ("dense",)
+    found = set(re.findall(r"moba_([a-z]+_(?:forward|backward))", text))
+    assert found == {f"{kernel}_{part}" for kernel in kernels for part in ("forward", "backward")}
+    assert "moba_choose" in text
     assert f"[{T},{T}]" not in text
     memory = executable.memory_analysis()
     if T == MILLION:
@@ -96,7 +105,9 @@ def make_tests(generations: tuple[str, ...], more: list[tuple]):
     """A file's test_compiles and test_mod_compiles; more: cases, each after its generation."""
     cases = [(generation, *case) for case in CASES for generation in generations]
 
-    @pytest.mark.parametrize("case", cases + more, ids=lambda case: "-".join(map(str, case[:7])))
+    @pytest.mark.parametrize(
+        "case", cases + more, ids=lambda case: "-".join(map(str, (*case[:7], *case[9:])))
+    )
     def test_compiles(case):
         check_case(*case)
 
