@@ -382,7 +382,7 @@ def test_slots_and_bytes():
 
 def test_planned_rows():
     assert [most_rows(n, 0.125) for n in (1, 2, 16, 256)] == [1, 1, 4, 41]
-    assert most_rows(16, 1.0) == 16 and most_rows(8, 1e-9) == 1
+    assert most_rows(5000, 0.5) == 2558 and most_rows(16, 1.0) == 16 and most_rows(8, 1e-9) == 1
 
 
 def test_under_a_mesh():
