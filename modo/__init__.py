@@ -1,8 +1,10 @@
 """modo: decoder language models with conditional compute.
 
-Importing it starts no backend. `load`, `load_tokenizer` and `generate` are imported when first
-used, because opening a run needs Orbax.
+Importing it starts no backend. `load`, `load_tokenizer`, `decode` and `generate` are imported when
+first used, because opening a run needs Orbax.
 """
+
+import importlib
 
 from modo.config import Config, DepthConfig, MobaConfig, ModelConfig
 from modo.nn.decoder import Decoder
@@ -14,6 +16,7 @@ __all__ = [
     "DepthConfig",
     "MobaConfig",
     "ModelConfig",
+    "decode",
     "generate",
     "load",
     "load_tokenizer",
@@ -22,10 +25,9 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name == "generate":
-        from modo.decode import generate
-
-        return generate
+    if name in ("decode", "generate"):
+        module = importlib.import_module("modo.decode")
+        return module if name == "decode" else module.generate
     if name in ("load", "load_tokenizer"):
         from modo.train import load as module
 

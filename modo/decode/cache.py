@@ -9,7 +9,6 @@ layers.
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -25,11 +24,7 @@ SLACK = 1.5
 LEAST_SLOTS = 16
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["k_BKSH", "v_BKSH", "count_B", "wanted_BT", "key_sums_BKSH", "raw_keys_BKSH"],
-    meta_fields=["block"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
     """One layer's part.
@@ -53,18 +48,14 @@ class LayerCache:
     wanted_BT: Array | None
     key_sums_BKSH: Array | None
     raw_keys_BKSH: Array | None
-    block: int | None
+    block: int | None = dataclasses.field(metadata={"static": True})
 
     @property
     def slots(self) -> int:
         return self.k_BKSH.shape[2]
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["layers", "length_B"],
-    meta_fields=["max_length"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """What decoding keeps: a pytree in which every array's first axis is the batch.
@@ -77,7 +68,7 @@ class Cache:
 
     layers: tuple[LayerCache, ...]
     length_B: Array
-    max_length: int
+    max_length: int = dataclasses.field(metadata={"static": True})
 
     @property
     def batch(self) -> int:
@@ -184,7 +175,7 @@ def roll_back(cache: Cache, lengths_B: Array) -> Cache:
         raise ValueError(f"lengths must be [B] = {cache.length_B.shape}, got {lengths_B.shape}")
     if not isinstance(lengths_B, jax.core.Tracer) and int(lengths_B.min()) < 0:
         raise ValueError(f"lengths must not be negative, got {int(lengths_B.min())}")
-    length_B = jnp.minimum(lengths_B, cache.length_B)
+    length_B = jnp.clip(lengths_B, 0, cache.length_B)
     kept_BT = jnp.arange(cache.max_length) < length_B[:, None]
 
     def roll_back_layer(layer: LayerCache) -> LayerCache:

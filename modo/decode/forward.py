@@ -132,7 +132,7 @@ def _prefill(graphdef, params, cache, tokens_BT, lengths_B, *, routing, sparse, 
     given_BT = jnp.arange(length) < lengths_B[:, None]
     chunk = Chunk(
         position_BT=cache.length_B[:, None] + jnp.arange(length, dtype=jnp.int32),
-        added_B=jnp.clip(lengths_B, 0, cache.max_length - cache.length_B),
+        added_B=jnp.clip(lengths_B, 0, jnp.minimum(length, cache.max_length - cache.length_B)),
         routing=routing,
         sparse=sparse,
         fresh=fresh if fresh is not None else ~jnp.any(cache.length_B > 0),

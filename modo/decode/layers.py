@@ -208,8 +208,10 @@ def most_rows(batch: int, capacity: float) -> int:
     its tokens, independently.
     """
     within = 0.0
-    for rows in range(batch + 1):
-        within += math.comb(batch, rows) * capacity**rows * (1 - capacity) ** (batch - rows)
+    for rows in range(batch):
+        ways = math.lgamma(batch + 1) - math.lgamma(rows + 1) - math.lgamma(batch - rows + 1)
+        rest = math.log1p(-capacity) if capacity < 1 else -math.inf
+        within += math.exp(ways + rows * math.log(capacity) + (batch - rows) * rest)
         if within >= 1 - _OVERFLOW:
             return max(rows, 1)
     return batch

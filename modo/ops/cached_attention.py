@@ -1,8 +1,8 @@
 """Attention of new tokens to keys and values that a cache holds, full or block-sparse.
 
 Axes: R rows of the batch that are computed, C new tokens a row, S slots, Z slots of a tile, M of a
-block, J blocks, K key heads, G query heads a key head. A slot holds one token, in order; what
-stands in slots that were never written may be anything.
+block, X blocks of a row, J chosen ones, K key heads, G query heads a key head. A slot holds one
+token, in order; what stands in slots that were never written may be anything.
 """
 
 import jax
@@ -45,9 +45,9 @@ def completed_block_sums(k_BKSH: Array, block: int, count_B: Array, added_B: Arr
     complete_BJ = (end_BJ > count_B[:, None]) & (end_BJ <= (count_B + added_B)[:, None])
 
     def sums():
-        k_BKnMH = k_BKSH.reshape(B, K, blocks, block, H)
-        k_BKJMH = jax.vmap(lambda k_KnMH, i_J: k_KnMH.at[:, i_J].get(mode="clip"))(
-            k_BKnMH, number_BJ
+        k_BKXMH = k_BKSH.reshape(B, K, blocks, block, H)
+        k_BKJMH = jax.vmap(lambda k_KXMH, i_J: k_KXMH.at[:, i_J].get(mode="clip"))(
+            k_BKXMH, number_BJ
         )
         return jnp.sum(k_BKJMH.astype(jnp.float32), axis=3)
 
@@ -206,12 +206,12 @@ def _gather_blocks(x_BKSH, number_RNJ, rows_R, block):
     """The slots of the blocks that each query head chose, [R, N, J M, H]; any where it is -1."""
     B, K, S, H = x_BKSH.shape
     R, N, J = number_RNJ.shape
-    x_BKnMH = x_BKSH.reshape(B, K, S // block, block, H)
+    x_BKXMH = x_BKSH.reshape(B, K, S // block, block, H)
     number_RKGJ = jnp.maximum(number_RNJ, 0).reshape(R, K, N // K, J)
     if rows_R is None:
-        x = jax.vmap(jax.vmap(lambda x_nMH, i_GJ: x_nMH[i_GJ]))(x_BKnMH, number_RKGJ)
+        x = jax.vmap(jax.vmap(lambda x_XMH, i_GJ: x_XMH[i_GJ]))(x_BKXMH, number_RKGJ)
     else:
-        x = x_BKnMH[rows_R[:, None, None, None], jnp.arange(K)[:, None, None], number_RKGJ]
+        x = x_BKXMH[rows_R[:, None, None, None], jnp.arange(K)[:, None, None], number_RKGJ]
     return x.reshape(R, N, J * block, H)
 
 

@@ -202,6 +202,19 @@ def test_reset_roll_back_and_rows(model):
     assert_close(logits, forward(model, TOKENS)[0][rows, T:])
 
 
+def test_a_chunk_of_one_token_is_a_step(both):
+    _, cache = take_chunks(both, empty(both))
+    logits_BV, stepped = decode.step(both, cache, TOKENS[:, T])
+    lengths_B = np.asarray([1, 0, 1])
+    logits_B1V, chunked = decode.prefill(both, cache, TOKENS[:, T : T + 1], lengths_B)
+    assert_close(logits_B1V[[0, 2], 0], logits_BV[np.asarray([0, 2])])
+    np.testing.assert_array_equal(chunked.length_B, T + lengths_B)
+    np.testing.assert_array_equal(chunked.routed_LBT()[:, [0, 2]], stepped.routed_LBT()[:, [0, 2]])
+    none_B0V, same = decode.prefill(both, cache, TOKENS[:, :0], np.zeros(B, int))
+    assert none_B0V.shape == (B, 0, 30)
+    assert_same(same, cache)
+
+
 def test_inactive_rows_stay_as_they_are(both):
     _, cache = take_chunks(both, empty(both))
     active_B = np.asarray([True, False, True])
@@ -369,7 +382,7 @@ def test_slots_and_bytes():
 
 def test_planned_rows():
     assert [most_rows(n, 0.125) for n in (1, 2, 16, 256)] == [1, 1, 4, 41]
-    assert most_rows(16, 1.0) == 16 and most_rows(8, 1e-9) == 1
+    assert most_rows(5000, 0.5) == 2558 and most_rows(16, 1.0) == 16 and most_rows(8, 1e-9) == 1
 
 
 def test_under_a_mesh():
