@@ -20,6 +20,8 @@ from modo.decode.cache import default_routed_slots
 from modo.decode.layers import most_rows
 from modo.nn.depth import apply_gate
 from modo.ops.cached_attention import cached_attention, completed_block_sums
+from modo.ops.losses import cross_entropy
+from modo.train.evaluation import eval_sums
 from tests.decode.models import CONFIGS, forward, make_model, some_tokens
 
 B, T = 3, 17
@@ -213,6 +215,24 @@ def test_a_chunk_of_one_token_is_a_step(both):
     none_B0V, same = decode.prefill(both, cache, TOKENS[:, :0], np.zeros(B, int))
     assert none_B0V.shape == (B, 0, 30)
     assert_same(same, cache)
+
+
+def test_a_long_text_in_chunks_has_the_loss_of_evaluation(both):
+    """Windows of the evaluation's length, each through a cache of its own."""
+    tokens_BT, targets_BT = TOKENS[:, :T], TOKENS[:, 1 : T + 1]
+    batch = {
+        "tokens_BT": tokens_BT,
+        "targets_BT": targets_BT,
+        "weights_BT": np.ones((B, T), np.float32),
+        "positions_BT": np.broadcast_to(np.arange(T, dtype=np.int32), (B, T)),
+        "segment_ids_BT": np.ones((B, T), np.int32),
+    }
+    sums = eval_sums(*nnx.split(both), batch, jax.random.key(0), routing="predictor")
+    logits_BTV, cache = take_chunks(both, empty(both))
+    nats_BT, _ = cross_entropy(jnp.asarray(logits_BTV), jnp.asarray(targets_BT))
+    np.testing.assert_allclose(jnp.sum(nats_BT, axis=1), sums["nats_B"], rtol=1e-5)
+    routed_LT = jnp.sum(cache.routed_LBT(), axis=1)[:, :T]
+    np.testing.assert_array_equal(routed_LT, sums["routed_LT"])
 
 
 def test_inactive_rows_stay_as_they_are(both):
