@@ -104,19 +104,17 @@ def test_chunks_and_steps_equal_the_causal_pass(model):
         assert 0.1 < seen[0] < 0.9 and seen[1:3] == [0, 1]
 
 
-@pytest.mark.parametrize("kind", ["moba", "mod"])
-def test_one_shot(kind):
+def test_one_shot(both):
     """Traced, so that both ways of attention are there, and by the router's own logits."""
-    model = make_model(CONFIGS[kind])
-    expected, routed_LBT = forward(model, TOKENS, routing="router")
-    graphdef, params = nnx.split(model)
+    expected, routed_LBT = forward(both, TOKENS, routing="router")
+    graphdef, params = nnx.split(both)
 
     @jax.jit
     def prefill(params, cache, tokens_BT, lengths_B):
         model = nnx.merge(graphdef, params)
         return decode.prefill(model, cache, tokens_BT, lengths_B, routing="router", last_only=True)
 
-    cache = empty(model)
+    cache = empty(both)
     logits_BV, cache = prefill(params, cache, TOKENS, np.asarray([MAX, 5, 0]))
     assert_close(logits_BV[0], expected[0, -1])
     assert_close(logits_BV[1], expected[1, 4])
@@ -125,7 +123,7 @@ def test_one_shot(kind):
     logits_BV, cache = prefill(params, cache, later_BT, np.asarray([1, MAX - 5, MAX]))
     assert np.isnan(logits_BV[0]).all()
     assert_close(logits_BV[1], expected[1, -1])
-    assert_close(logits_BV[2], forward(model, later_BT, routing="router")[0][2, -1])
+    assert_close(logits_BV[2], forward(both, later_BT, routing="router")[0][2, -1])
     np.testing.assert_array_equal(cache.length_B, MAX)
     np.testing.assert_array_equal(cache.routed_LBT()[:, :2], routed_LBT[:, :2])
 
@@ -247,11 +245,12 @@ def test_inactive_rows_stay_as_they_are(both):
 
 
 def test_a_full_row_stays_as_it_is_under_jit(both):
-    graphdef, params = nnx.split(both)
-    step = jax.jit(lambda p, cache, t: decode.step(nnx.merge(graphdef, p), cache, t))
     _, cache = take_chunks(both, empty(both))
     cache = dataclasses.replace(cache, length_B=cache.length_B.at[1].set(MAX))
-    logits_BV, after = step(params, cache, TOKENS[:, T])
+    # Outside of jit it would be refused.
+    logits_BV, after = module._step(
+        *nnx.split(both), cache, TOKENS[:, T], np.ones(B, bool), routing="predictor", sparse=True
+    )
     np.testing.assert_array_equal(np.isnan(logits_BV).all(-1), [False, True, False])
     assert_same(*(decode.take_rows(x, np.asarray([1])) for x in (cache, after)))
 
