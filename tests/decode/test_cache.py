@@ -226,7 +226,7 @@ def test_a_long_text_in_chunks_has_the_loss_of_evaluation(both):
         "segment_ids_BT": np.ones((B, T), np.int32),
     }
     sums = eval_sums(*nnx.split(both), batch, jax.random.key(0), routing="predictor")
-    logits_BTV, cache = take_chunks(both, empty(both))
+    logits_BTV, cache = take_chunks(both, empty(both), tokens_BT)
     nats_BT, _ = cross_entropy(jnp.asarray(logits_BTV), jnp.asarray(targets_BT))
     np.testing.assert_allclose(jnp.sum(nats_BT, axis=1), sums["nats_B"], rtol=1e-5)
     routed_LT = jnp.sum(cache.routed_LBT(), axis=1)[:, :T]
