@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from modo.config import MAX_SEED
+from modo.config import MAX_INT32, MAX_SEED
 from modo.decode import Cache, stream
 from modo.decode.sampling import Sampling
 from modo.errors import UserError
@@ -19,8 +19,10 @@ def main(arguments: Sequence[str]) -> None:
     parser = LineParser(prog="python -m modo.sample", description=__doc__.split(":")[0])
     parser.add_argument("--workdir", type=not_empty, required=True, help="of a run of train.py")
     parser.add_argument("--prompt", default="", help="text to continue; may be empty")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens to add")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens to add; default: 200")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0: the likeliest token; default: 0.8"
+    )
     parser.add_argument("--top-k", type=int, help="draw from the k likeliest tokens")
     parser.add_argument(
         "--top-p", type=float, help="draw from the likeliest tokens that come to this probability"
@@ -33,10 +35,10 @@ def main(arguments: Sequence[str]) -> None:
         help="of MoBA layers: to the blocks that each token chooses, or to all",
     )
     parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the draws; default: 0")
     options = parser.parse_args(arguments)
-    if options.tokens < 1:
-        raise UserError(f"--tokens must be at least 1, got {options.tokens}")
+    if not 1 <= options.tokens <= MAX_INT32:
+        raise UserError(f"--tokens must be in [1, {MAX_INT32}], got {options.tokens}")
     if not 0 <= options.seed <= MAX_SEED:
         raise UserError(f"--seed must be in [0, {MAX_SEED}], got {options.seed}")
     try:

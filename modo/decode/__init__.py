@@ -11,10 +11,12 @@ from modo.decode.cache import (
 )
 from modo.decode.forward import prefill, step
 from modo.decode.generate import generate, stream
+from modo.decode.sampling import Sampling
 
 __all__ = [
     "Cache",
     "LayerCache",
+    "Sampling",
     "cache_shardings",
     "generate",
     "init_cache",

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from modo.decode.inputs import check_count, known, to_int32
 from modo.nn.decoder import Decoder, LayerKind, layer_kinds
 from modo.ops.cached_attention import block_slots
 
@@ -123,13 +124,14 @@ def init_cache(
     Raises:
       ValueError: batch, max_length or routed_slots below 1, or more routed_slots than max_length.
     """
-    for name, value in (("batch", batch), ("max_length", max_length)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if routed_slots is not None and not 1 <= routed_slots <= max_length:
-        raise ValueError(
-            f"routed_slots must be in [1, max_length {max_length}], got {routed_slots}"
-        )
+    check_count("batch", batch)
+    check_count("max_length", max_length)
+    if routed_slots is not None:
+        check_count("routed_slots", routed_slots)
+        if routed_slots > max_length:
+            raise ValueError(
+                f"routed_slots must be in [1, max_length {max_length}], got {routed_slots}"
+            )
     layers = tuple(
         _init_layer(model, kind, batch, max_length, routed_slots)
         for kind in layer_kinds(model.config)
@@ -165,15 +167,16 @@ def _init_layer(
 def roll_back(cache: Cache, lengths_B: Array) -> Cache:
     """The cache as it was when its rows had `lengths_B` tokens.
 
-    A row that has no more than that stays as it is. No key is touched.
+    `lengths_B` are counted from the rows' beginning, not from the last chunk's. A row that has no
+    more than that stays as it is. No key is touched.
 
     Raises:
-      ValueError: lengths of another shape, or negative where they are known outside of jit.
+      ValueError: lengths of another shape or type, or negative where they are known outside of jit.
     """
-    lengths_B = jnp.asarray(lengths_B, jnp.int32)
+    lengths_B = to_int32("lengths", lengths_B)
     if lengths_B.shape != cache.length_B.shape:
         raise ValueError(f"lengths must be [B] = {cache.length_B.shape}, got {lengths_B.shape}")
-    if not isinstance(lengths_B, jax.core.Tracer) and int(lengths_B.min()) < 0:
+    if known(lengths_B) and int(lengths_B.min()) < 0:
         raise ValueError(f"lengths must not be negative, got {int(lengths_B.min())}")
     length_B = jnp.clip(lengths_B, 0, cache.length_B)
     kept_BT = jnp.arange(cache.max_length) < length_B[:, None]
@@ -192,6 +195,7 @@ def reset(cache: Cache, rows_B: Array | None = None) -> Cache:
     """The cache with the rows where `rows_B` is true, or all, empty."""
     empty_B = jnp.zeros_like(cache.length_B)
     if rows_B is not None:
+        rows_B = jnp.asarray(rows_B)
         if rows_B.shape != empty_B.shape or rows_B.dtype != bool:
             raise ValueError(
                 f"rows must be bool [B] = {empty_B.shape}, got {rows_B.dtype} {rows_B.shape}"
@@ -201,7 +205,18 @@ def reset(cache: Cache, rows_B: Array | None = None) -> Cache:
 
 
 def take_rows(cache: Cache, index_B: Array) -> Cache:
-    """A cache of the rows `index_B`, in that order, each as often as it is named: for beams."""
+    """A cache of the rows `index_B`, in that order, each as often as it is named: for beams.
+
+    Raises:
+      ValueError: index_B is not a list of integers, or, where they are known, names other rows.
+    """
+    index_B = to_int32("rows", index_B)
+    if index_B.ndim != 1 or index_B.shape[0] == 0:
+        raise ValueError(f"rows must be [B] with B at least 1, got {index_B.shape}")
+    if known(index_B) and not 0 <= int(index_B.min()) <= int(index_B.max()) < cache.batch:
+        raise ValueError(
+            f"rows must be in [0, {cache.batch}), got {int(index_B.min())} to {int(index_B.max())}"
+        )
     return jax.tree.map(lambda x: x[index_B], cache)
 
 
@@ -209,14 +224,14 @@ def cache_shardings(
     cache: Cache,
     mesh: Mesh,
     *,
-    batch_axes: str | tuple[str, ...] = ("data", "fsdp"),
+    batch_axes: str | tuple[str, ...] | None = ("data", "fsdp"),
     head_axis: str | None = "tensor",
 ):
     """A tree like the cache of where each array lies: rows over batch_axes, heads over head_axis.
 
-    An axis that does not divide, or that the mesh lacks, leaves the dimension whole.
+    An axis that does not divide, or that the mesh lacks, leaves the dimension whole, as None does.
     """
-    batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+    batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes or ())
     batch_axes = tuple(axis for axis in batch_axes if axis in mesh.shape)
     head_axes = (head_axis,) if head_axis in mesh.shape else ()
 

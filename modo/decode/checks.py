@@ -2,21 +2,15 @@
 
 from typing import Literal, get_args
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from modo.decode.cache import Cache
+from modo.decode.inputs import known
 from modo.nn.decoder import Decoder, layer_kinds
 from modo.ops.cached_attention import block_slots
 
 CachedAttention = Literal["sparse", "full"]
-
-
-def known(x: Array) -> bool:
-    """Whether values can be looked at: outside of jit."""
-    return not isinstance(x, jax.core.Tracer)
 
 
 def check_call(model: Decoder, cache: Cache, routing: str, attention: str) -> None:
@@ -38,6 +32,14 @@ def check_call(model: Decoder, cache: Cache, routing: str, attention: str) -> No
                 f"layer {number} has {heads[0]} key heads of width {heads[1]}, but its cache is "
                 f"for {shape[1]} of width {shape[3]}"
             )
+        if layer.k_BKSH.dtype != config.compute_dtype:
+            raise ValueError(
+                f"layer {number} computes in {config.compute_dtype}, but its cache holds "
+                f"{layer.k_BKSH.dtype}"
+            )
+        convolves = kind.moba and config.moba.key_convolution is not None
+        if (layer.raw_keys_BKSH is not None) != convolves:
+            raise ValueError(f"of layer {number}, only one of cache and model convolves keys")
         if (layer.wanted_BT is not None) != (kind.capacity is not None):
             raise ValueError(f"of layer {number}, only one of cache and model is routed")
         block = block_slots(layer.slots, config.moba.block_size)[1] if kind.moba else None
@@ -54,7 +56,6 @@ def check_chunk(model: Decoder, cache: Cache, tokens_BT: Array, lengths_B: Array
         raise ValueError(f"tokens must be [B, T] with B {batch}, got {tokens_BT.shape}")
     if lengths_B.shape != (batch,):
         raise ValueError(f"lengths must be [B] = ({batch},), got {lengths_B.shape}")
-    _check_integers(tokens=tokens_BT, lengths=lengths_B)
     if not known(lengths_B):
         return
     lengths_B, length = np.asarray(lengths_B), tokens_BT.shape[1]
@@ -73,16 +74,9 @@ def check_step(model: Decoder, cache: Cache, tokens_B: Array, active_B: Array) -
         raise ValueError(
             f"active must be bool [B] = ({batch},), got {active_B.dtype} {active_B.shape}"
         )
-    _check_integers(tokens=tokens_B)
     if known(active_B):
         _check_room(cache, np.asarray(active_B).astype(np.int32))
         _check_tokens(model, tokens_B, np.asarray(active_B))
-
-
-def _check_integers(**arrays: Array) -> None:
-    for name, x in arrays.items():
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"{name} must be integers, got {x.dtype}")
 
 
 def _check_room(cache: Cache, added_B: np.ndarray) -> None:

@@ -13,7 +13,8 @@ from jax import Array
 
 from modo.config import Routing
 from modo.decode.cache import Cache
-from modo.decode.checks import CachedAttention, check_call, check_chunk, check_step, known
+from modo.decode.checks import CachedAttention, check_call, check_chunk, check_step
+from modo.decode.inputs import known, to_int32
 from modo.decode.layers import Chunk, prefill_full, prefill_routed, step_full, step_routed
 from modo.nn.decoder import Decoder
 
@@ -60,7 +61,7 @@ def prefill(
         where values are known: tokens out of range, lengths out of range, more tokens than the
         cache holds.
     """
-    tokens_BT, lengths_B = jnp.asarray(tokens_BT), jnp.asarray(lengths_B)
+    tokens_BT, lengths_B = to_int32("tokens", tokens_BT), to_int32("lengths", lengths_B)
     check_call(model, cache, routing, attention)
     check_chunk(model, cache, tokens_BT, lengths_B)
     if known(cache.length_B):
@@ -70,8 +71,8 @@ def prefill(
         graphdef,
         params,
         cache,
-        tokens_BT.astype(jnp.int32),
-        lengths_B.astype(jnp.int32),
+        tokens_BT,
+        lengths_B,
         routing=routing,
         sparse=attention == "sparse",
         fresh=fresh,
@@ -91,7 +92,7 @@ def step(
     """Takes one token of each row into the cache.
 
     A routed layer is skipped where no row routes its token. Of several rows those that do are
-    gathered, as long as they are not more than planned; all are computed otherwise.
+    gathered, up to a number that fewer than one batch in twenty exceeds; all are computed otherwise.
 
     Args:
       model, cache, routing, attention: as for `prefill`.
@@ -106,7 +107,7 @@ def step(
     Raises:
       ValueError: as `prefill`.
     """
-    tokens_B = jnp.asarray(tokens_B)
+    tokens_B = to_int32("tokens", tokens_B)
     active_B = jnp.ones(tokens_B.shape, bool) if active_B is None else jnp.asarray(active_B)
     check_call(model, cache, routing, attention)
     check_step(model, cache, tokens_B, active_B)
@@ -115,7 +116,7 @@ def step(
         graphdef,
         params,
         cache,
-        tokens_B.astype(jnp.int32),
+        tokens_B,
         active_B,
         routing=routing,
         sparse=attention == "sparse",

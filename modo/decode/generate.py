@@ -15,10 +15,11 @@ import numpy as np
 from flax import nnx
 from jax import Array, lax
 
-from modo.config import Routing
+from modo.config import MAX_SEED, Routing
 from modo.decode.cache import Cache, init_cache
 from modo.decode.checks import CachedAttention, check_call
 from modo.decode.forward import prefill, step
+from modo.decode.inputs import check_count, to_int32
 from modo.decode.sampling import Sampling, draw
 from modo.nn.decoder import Decoder
 
@@ -87,8 +88,8 @@ def generate(
       max_new_tokens: tokens to add to each row.
       routing: "predictor" or "router"; ignored by a model without routed layers.
       attention: of `modo.decode.prefill`.
-      temperature, top_k, top_p, stop_tokens: see `Sampling`. Behind a stop token its row repeats
-        it; the loop ends when all rows have one.
+      temperature, top_k, top_p, stop_tokens: see `modo.decode.Sampling`. Behind a stop token
+        its row repeats it; the loop ends when all rows have one.
       key: for sampling; row b draws with fold_in(key, b).
       seeds_B: for sampling, a seed a row instead of a key: row b draws with key(seeds_B[b]).
       bos_token: what a row of length 0 starts from.
@@ -103,7 +104,7 @@ def generate(
         that the model lacks; sampling without a key or seeds, or with both; an empty prompt without
         a bos_token.
     """
-    sampling = Sampling(temperature, top_k, top_p, tuple(stop_tokens))
+    sampling = Sampling(temperature, top_k, top_p, tuple(map(int, stop_tokens)))
     model, prompts_BT, lengths_B, noise = _prepare(
         model, prompts_BT, lengths_B, max_new_tokens, sampling, key, seeds_B, bos_token
     )
@@ -152,20 +153,13 @@ def stream(
     Raises:
       ValueError: as `generate`, when it is called; chunk below 1.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk}")
-    sampling = Sampling(temperature, top_k, top_p, tuple(stop_tokens))
+    check_count("chunk", chunk)
+    sampling = Sampling(temperature, top_k, top_p, tuple(map(int, stop_tokens)))
     model, prompts_BT, lengths_B, noise = _prepare(
         model, prompts_BT, lengths_B, max_new_tokens, sampling, key, seeds_B, bos_token
     )
-    # Chunks are all of one length, so the last may go beyond what was asked for.
-    chunks = -(-(max_new_tokens - 1) // chunk)
-    cache = init_cache(
-        model,
-        prompts_BT.shape[0],
-        prompts_BT.shape[1] + chunks * chunk,
-        routed_slots=routed_slots,
-    )
+    batch, length = prompts_BT.shape
+    cache = init_cache(model, batch, length + max_new_tokens - 1, routed_slots=routed_slots)
     check_call(model, cache, routing, attention)
     options = _options(routing, attention, sampling)
     return _stream(model, cache, prompts_BT, lengths_B, noise, max_new_tokens, chunk, options)
@@ -178,7 +172,7 @@ def _stream(model, cache, prompts_BT, lengths_B, noise, max_new_tokens, chunk, o
     left = max_new_tokens - 1
     while left > 0 and not bool(jnp.all(state.done_B)):
         tokens_BN, state = _continue(
-            graphdef, params, state, noise, new_tokens=chunk, options=options
+            graphdef, params, state, noise, max_new_tokens, new_tokens=chunk, options=options
         )
         yield tokens_BN[:, :left], state.cache
         left -= chunk
@@ -187,11 +181,10 @@ def _stream(model, cache, prompts_BT, lengths_B, noise, max_new_tokens, chunk, o
 
 def _prepare(model, prompts_BT, lengths_B, max_new_tokens, sampling, key, seeds_B, bos_token):
     """Checks, and: the model layer by layer, prompts with a token at least, lengths, noise."""
-    prompts_BT, lengths_B = jnp.asarray(prompts_BT), jnp.asarray(lengths_B)
+    prompts_BT, lengths_B = to_int32("prompts", prompts_BT), to_int32("lengths", lengths_B)
     _check_prompts(model, prompts_BT, lengths_B, bos_token)
     batch = prompts_BT.shape[0]
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    check_count("max_new_tokens", max_new_tokens)
     vocab = model.config.vocab_size
     for token in sampling.stop_tokens:
         if not 0 <= token < vocab:
@@ -206,8 +199,8 @@ def _prepare(model, prompts_BT, lengths_B, max_new_tokens, sampling, key, seeds_
     noise = _Noise(key_B, jnp.asarray(sampling.temperature or 1.0, jnp.float32))
     return (
         model.unstacked(),
-        prompts_BT.astype(jnp.int32),
-        lengths_B.astype(jnp.int32),
+        prompts_BT,
+        lengths_B,
         noise,
     )
 
@@ -217,10 +210,6 @@ def _check_prompts(model, prompts_BT, lengths_B, bos_token):
         raise ValueError(f"prompts must be [B, T] with B at least 1, got {prompts_BT.shape}")
     if lengths_B.shape != prompts_BT.shape[:1]:
         raise ValueError(f"lengths must be [B] = {prompts_BT.shape[:1]}, got {lengths_B.shape}")
-    for name, x in (("prompts", prompts_BT), ("lengths", lengths_B)):
-        # What JAX makes of an empty list is float.
-        if x.size and not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"{name} must be integers, got {x.dtype}")
     shortest, longest = int(lengths_B.min()), int(lengths_B.max())
     if shortest < 0 or longest > prompts_BT.shape[1]:
         raise ValueError(
@@ -247,13 +236,20 @@ def _row_keys(batch, sampling, key, seeds_B):
             raise ValueError(
                 f"seeds must be integers [B] = ({batch},), got {seeds_B.dtype} {seeds_B.shape}"
             )
-        return jax.vmap(jax.random.key)(seeds_B)
+        least, most = int(seeds_B.min()), int(seeds_B.max())
+        if least < 0 or most > MAX_SEED:
+            raise ValueError(f"seeds must be in [0, {MAX_SEED}], got {least} to {most}")
+        return jax.vmap(jax.random.key)(seeds_B.astype(np.uint32))
     if key is None:
         if sampling.temperature > 0:
             raise ValueError(
                 f"temperature {sampling.temperature} samples, which needs a key or seeds"
             )
         key = jax.random.key(0)
+    if not jnp.issubdtype(jnp.asarray(key).dtype, jax.dtypes.prng_key) and (
+        jnp.shape(key) != (2,) or jnp.asarray(key).dtype != jnp.uint32
+    ):
+        raise ValueError(f"key must come from jax.random.key, got an array {jnp.shape(key)}")
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch))
 
 
@@ -284,12 +280,12 @@ def _first(model, cache, prompts_BT, lengths_B, noise, options: _Options) -> _St
     return _State(cache, token_B, done_B, jnp.asarray(1, jnp.int32))
 
 
-def _more(model, state: _State, noise, new_tokens: int, options: _Options):
-    """The next tokens [B, new_tokens], and the state behind them."""
+def _more(model, state: _State, noise, total, new_tokens: int, options: _Options):
+    """The next tokens [B, new_tokens], and the state behind them; `total`: where drawing ends."""
     batch, first = state.token_B.shape[0], state.count
     if new_tokens == 0:
         return jnp.zeros((batch, 0), jnp.int32), state
-    last = first + new_tokens
+    last = jnp.minimum(first + new_tokens, total)
 
     def unfinished(carry):
         state, _ = carry
@@ -314,7 +310,7 @@ def _more(model, state: _State, noise, new_tokens: int, options: _Options):
 
     empty_BN = jnp.zeros((batch, new_tokens), jnp.int32)
     state, tokens_BN = lax.while_loop(unfinished, add_token, (state, empty_BN))
-    # All rows are done, and go on with what they ended with.
+    # Rows that are done go on with what they ended with.
     drawn_N = first + jnp.arange(new_tokens) < state.count
     tokens_BN = jnp.where(drawn_N, tokens_BN, state.token_B[:, None])
     return tokens_BN, state._replace(count=last)
@@ -340,7 +336,7 @@ def _generate(
     cache = init_cache(model, batch, length + max_new_tokens - 1, routed_slots=routed_slots)
     state = _first(model, cache, prompts_BT, lengths_B, noise, options)
     first_B1 = state.token_B[:, None]
-    tokens_BN, state = _more(model, state, noise, max_new_tokens - 1, options)
+    tokens_BN, state = _more(model, state, noise, max_new_tokens, max_new_tokens - 1, options)
     return jnp.concatenate([first_B1, tokens_BN], axis=1), state.cache.dropped_LB()
 
 
@@ -350,8 +346,8 @@ def _start(graphdef, params, cache, prompts_BT, lengths_B, noise, *, options: _O
 
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "new_tokens"), donate_argnames="state")
-def _continue(graphdef, params, state, noise, *, new_tokens, options: _Options):
-    return _more(nnx.merge(graphdef, params), state, noise, new_tokens, options)
+def _continue(graphdef, params, state, noise, total, *, new_tokens, options: _Options):
+    return _more(nnx.merge(graphdef, params), state, noise, total, new_tokens, options)
 
 
 def _warn_of_dropped(dropped_LB) -> None:

@@ -4,10 +4,16 @@ Axes: B rows, V vocabulary.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from modo.decode.inputs import check_count
+
+# Logits divided by less, or by more, may overflow or all become 0 in float32.
+_LEAST, _MOST = 1e-30, 1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +21,8 @@ class Sampling:
     """How tokens are drawn.
 
     Attributes:
-      temperature: 0 takes the likeliest token, ties to the lowest; else logits are divided by it.
+      temperature: 0 takes the likeliest token, ties to the lowest; else logits are divided by it,
+        which must be from 1e-30 to 1e30.
       top_k: draw from the k likeliest tokens, after the temperature; None: from all.
       top_p: draw from the fewest likeliest tokens whose probability comes to top_p, after top_k;
         None: from all.
@@ -31,10 +38,14 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if self.temperature and not _LEAST <= self.temperature <= _MOST:
+            raise ValueError(
+                f"temperature must be 0 or in [{_LEAST}, {_MOST}], got {self.temperature}"
+            )
+        if self.top_k is not None:
+            check_count("top_k", self.top_k)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 

@@ -420,7 +420,9 @@ def test_under_a_mesh():
     [
         (dict(batch=0), "batch must be at least 1, got 0"),
         (dict(max_length=0), "max_length must be at least 1, got 0"),
-        (dict(routed_slots=0), r"routed_slots must be in \[1, max_length 8\], got 0"),
+        (dict(routed_slots=0), "routed_slots must be at least 1, got 0"),
+        (dict(batch=2.0), "batch must be a whole number, got 2.0"),
+        (dict(max_length=True), "max_length must be a whole number, got True"),
         (dict(routed_slots=9), r"routed_slots must be in \[1, max_length 8\], got 9"),
     ],
 )
@@ -459,13 +461,35 @@ def test_bad_calls(both):
         decode.step(both, cache, -np.ones(2, np.int32))
     with pytest.raises(ValueError, match="must not be negative, got -1"):
         decode.roll_back(cache, np.asarray([-1, 2]))
-    with pytest.raises(ValueError, match=r"rows must be bool \[B\] = \(2,\)"):
-        decode.reset(cache, np.ones(3, bool))
+    for lengths, message in (
+        ([2**32, 1], "lengths must fit in 32 bits"),
+        ([1.9, 1.2], "lengths must be integers, got float64"),
+        ([True, False], "lengths must be integers, got bool"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode.roll_back(cache, lengths)
+    for rows in (np.ones(3, bool), [1, 0]):
+        with pytest.raises(ValueError, match=r"rows must be bool \[B\] = \(2,\)"):
+            decode.reset(cache, rows)
+    for rows, message in (
+        ([0, 2], r"rows must be in \[0, 2\), got 0 to 2"),
+        ([-1], r"rows must be in \[0, 2\), got -1 to -1"),
+        ([], r"rows must be \[B\] with B at least 1, got \(0,\)"),
+        (1, r"rows must be \[B\] with B at least 1, got \(\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode.take_rows(cache, rows)
 
     def other(**changes):
         return modo.Decoder(dataclasses.replace(both.config, **changes), rngs=nnx.Rngs(0))
 
     moba = both.config.moba
+    check(
+        "of layer 0, only one of cache and model convolves keys",
+        model=other(moba=dataclasses.replace(moba, key_convolution=None)),
+    )
+    check("layer 0 computes in bfloat16, but its cache holds float32",
+          model=other(compute_dtype="bfloat16"))  # fmt: skip
     check(
         "layer 0 attends in blocks of 8, but its cache has blocks of 4",
         model=other(moba=dataclasses.replace(moba, block_size=8)),

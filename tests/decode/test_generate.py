@@ -154,6 +154,28 @@ def test_a_stream_gives_the_same_in_pieces_and_ends_early(model, prompts):
         stream(model, prompts, LENGTHS, max_new_tokens=9, chunk=0)
 
 
+def test_a_stream_is_the_same_where_slots_run_out(model, prompts):
+    """However long its chunks are: it has the slots of `generate`, and counts the same tokens."""
+    arguments = (model, prompts, np.array([5, 5, 5]))
+    options = dict(max_new_tokens=6, routed_slots=1)
+    with pytest.warns(UserWarning) as told:
+        whole = modo.generate(*arguments, **options)
+    with pytest.warns(UserWarning) as told_in_pieces:
+        pieces = [np.asarray(piece) for piece, _ in stream(*arguments, chunk=40, **options)]
+    np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
+    assert str(told[0].message) == str(told_in_pieces[0].message)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+def test_prompts_of_narrow_types(prompts, dtype):
+    """Their vocabulary, or the start token, may be beyond what the type holds."""
+    config = modo.ModelConfig(vocab_size=300, d_model=8, num_layers=1, num_heads=1, d_ff=8)
+    wide = modo.Decoder(config, rngs=nnx.Rngs(0))
+    expected = modo.generate(wide, prompts, LENGTHS, max_new_tokens=3, bos_token=256)
+    actual = modo.generate(wide, prompts.astype(dtype), LENGTHS, max_new_tokens=3, bos_token=256)
+    np.testing.assert_array_equal(actual, expected)
+
+
 def test_one_compilation(model, prompts):
     key = jax.random.key(0)
     arguments = dict(max_new_tokens=5)
@@ -186,15 +208,25 @@ def test_tokens_without_a_slot_are_told_of(model, prompts):
         (dict(prompts_BT=np.zeros((0, 5), int)), "B at least 1"),
         (dict(prompts_BT=np.full((3, 5), 30)), r"\[0, 30\), got 30"),
         (dict(prompts_BT=np.full((3, 5), -1)), r"\[0, 30\), got -1"),
-        (dict(max_new_tokens=0), "at least 1, got 0"),
+        (dict(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
         (dict(temperature=-0.5), "not negative, got -0.5"),
         (dict(temperature=float("nan")), "not negative, got nan"),
+        (dict(temperature=1e-38, key=jax.random.key(0)), "temperature must be 0 or in"),
+        (dict(temperature=1e39, key=jax.random.key(0)), "temperature must be 0 or in"),
+        (dict(temperature=1.0, key=np.zeros((2, 3))), "key must come from jax.random.key"),
+        (dict(temperature=1.0, seeds_B=[1, 2, 2**32]), r"seeds must be in \[0, 4294967295\]"),
+        (dict(temperature=1.0, seeds_B=[1, 2, -1]), r"seeds must be in \[0, 4294967295\], got -1"),
+        (dict(prompts_BT=np.full((3, 5), 2**32 + 3)), "prompts must fit in 32 bits"),
+        (dict(lengths_B=np.array([2**32 + 1, 1, 1])), "lengths must fit in 32 bits"),
+        (dict(max_new_tokens=2.0), "max_new_tokens must be a whole number, got 2.0"),
+        (dict(top_k=2.5), "top_k must be a whole number, got 2.5"),
+        (dict(top_k=2**31), "top_k must be at most 2147483647, got 2147483648"),
         (dict(temperature=1.0, key=1, seeds_B=[1, 2, 3]), "not both"),
         (dict(temperature=1.0, seeds_B=[1, 2]), r"seeds must be integers \[B\] = \(3,\)"),
         (dict(top_k=0), "top_k must be at least 1, got 0"),
         (dict(top_p=0.0), r"top_p must be in \(0, 1\], got 0"),
         (dict(stop_tokens=[30]), r"stop_tokens must be in \[0, 30\), got 30"),
-        (dict(routed_slots=0), r"routed_slots must be in \[1, max_length 6\], got 0"),
+        (dict(routed_slots=0), r"routed_slots must be at least 1"),
         (dict(attention="dense"), "attention must be sparse or full"),
         (dict(prompts_BT=np.zeros((3, 5))), "prompts must be integers, got float"),
         (dict(temperature=1.0), "needs a key"),

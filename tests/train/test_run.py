@@ -143,7 +143,10 @@ def test_sample_command(finished_run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tokens", "0"], "--tokens must be at least 1"),
+        (["--tokens", "0"], r"--tokens must be in \[1, 2147483647\], got 0"),
+        (["--tokens", "3000000000"], r"--tokens must be in \[1, 2147483647\]"),
+        (["--top-k", "2147483648"], "--top-k must be at most 2147483647"),
+        (["--temperature", "1e-40"], "--temperature must be 0 or in"),
         (["--temperature", "-1"], "--temperature must be finite and not negative, got -1"),
         (["--temperature", "nan"], "--temperature must be finite and not negative, got nan"),
         (["--top-k", "0"], "--top-k must be at least 1, got 0"),
