@@ -92,7 +92,8 @@ def step(
     """Takes one token of each row into the cache.
 
     A routed layer is skipped where no row routes its token. Of several rows those that do are
-    gathered, up to a number that fewer than one batch in twenty exceeds; all are computed otherwise.
+    gathered, up to a number that fewer than one batch in twenty exceeds; beyond it all are
+    computed.
 
     Args:
       model, cache, routing, attention: as for `prefill`.
