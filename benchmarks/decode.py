@@ -9,7 +9,9 @@ depth and width with a context of 2048 tokens, at batch 1 and 16; and one MoBA l
 makes them route an eighth of random tokens; the realised share is printed.
 
 The limits are ratios of what both sides must read (weights of blocks that are computed, keys and
-values that are attended to) and of the FLOPs they must do. A step at batch 1 is bound by bytes.
+values that are attended to) and of the FLOPs they must do. A step at batch 1 is bound by bytes, and
+can pass the limit where more of the smaller model stays in the processor's caches. Few tokens or
+layers may route nothing at all: then there is no speed-up to tell, and the run ends with an error.
 """
 
 import argparse
@@ -133,6 +135,8 @@ def measure(layers: int, tokens: int, repeats: int) -> dict:
     for batch in (1, 16):
         subjects = [Subject(model, batch, CONTEXT, tokens, "sparse") for model in (dense, mod)]
         name = f"mod_speedup_batch_{batch}"
+        if not subjects[1].routed.any():
+            raise SystemExit(f"error: no token was routed at batch {batch}; use more --tokens")
         result = compare(*subjects, repeats)
         results |= {name: result["speedup"]}
         results |= {f"{name}_{limit}": result[limit] for limit in ("byte_limit", "flop_limit")}
@@ -154,9 +158,9 @@ def measure(layers: int, tokens: int, repeats: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=8, help="of both models")
     parser.add_argument("--tokens", type=int, default=32, help="steps of a loop")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of both sides")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     results = measure(options.layers, options.tokens, options.repeats)

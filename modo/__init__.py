@@ -1,12 +1,12 @@
 """modo: decoder language models with conditional compute.
 
-Importing it starts no backend. `load`, `load_tokenizer`, `decode` and `generate` are imported when
-first used, because opening a run needs Orbax.
+Importing it starts no backend. `load` and `load_tokenizer` are imported when first used, because
+opening a run needs Orbax.
 """
 
-import importlib
-
+from modo import decode
 from modo.config import Config, DepthConfig, MobaConfig, ModelConfig
+from modo.decode import generate
 from modo.nn.decoder import Decoder
 from modo.ops.moba import moba_attention
 
@@ -25,9 +25,6 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name in ("decode", "generate"):
-        module = importlib.import_module("modo.decode")
-        return module if name == "decode" else module.generate
     if name in ("load", "load_tokenizer"):
         from modo.train import load as module
 

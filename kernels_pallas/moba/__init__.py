@@ -115,7 +115,8 @@ def moba_attention(
     Under `jax.checkpoint` the policy `jax.checkpoint_policies.save_only_these_names(
     "moba_chosen_blocks")` keeps the choice, so that it is not made again.
 
-    `kernels_pallas.moba.sharded` has it for several devices.
+    `kernels_pallas.moba.sharded.sharded_moba_attention`, which is also
+    `modo.ops.sharded_moba_attention`, has it for several devices.
 
     Args:
       query: [B, T, N, H], float.

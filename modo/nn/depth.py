@@ -92,7 +92,8 @@ class MixtureOfDepths(nnx.Module):
     """Wraps a block so that only the tokens chosen by a router are computed.
 
     Args:
-      block: called as `block(x_BCD, positions_BC=, segment_ids_BC=)`, returns the residual update
+      block: an nnx.Module, or its parameters are not part of this one, called as
+        `block(x_BCD, positions_BC=, segment_ids_BC=)`; returns the residual update
         [B, C, D] without the residual. Positions are the tokens' true ones, in ascending order.
         Segment ids number the documents 1, 2, ...; slots of id 0 are empty and to be ignored.
         With gate_on="mlp" it also gets `gate_BC=`, float32, to multiply its MLP's output with.
