@@ -8,7 +8,7 @@ import numpy as np
 
 from modo.config import DataConfig
 from modo.data.rows import PackedRows, StreamRows, train_rows
-from modo.data.source import open_documents
+from modo.data.source import open_corpus
 from modo.data.token_file import open_token_file
 from modo.data.tokenizer import ByteTokenizer, get_tokenizer
 from modo.errors import UserError
@@ -43,9 +43,9 @@ def open_data(config: DataConfig, length: int) -> Data:
       UserError: text is missing, unreadable or too short, or the cache cannot be written to.
     """
     tokenizer = get_tokenizer(config.tokenizer)
-    documents = open_documents(config)
-    train = open_token_file(documents.train, tokenizer, config.cache_dir)
-    validation = open_token_file(documents.validation, tokenizer, config.cache_dir)
+    corpus = open_corpus(config)
+    train = open_token_file(corpus.train, tokenizer, config.cache_dir)
+    validation = open_token_file(corpus.validation, tokenizer, config.cache_dir)
     return Data(
         tokenizer,
         train_rows(

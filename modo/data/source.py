@@ -6,40 +6,39 @@ import importlib.resources
 import os
 import pathlib
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 from modo.config import DataConfig
+from modo.data.split import Shard, Split, grouped
 from modo.errors import UserError
 
 HELD_OUT_PLAY = "the-tempest"
 
 
 @dataclasses.dataclass(frozen=True)
-class Documents:
-    """The two splits of a corpus; each can be iterated over any number of times."""
+class Corpus:
+    """The two splits of a corpus."""
 
-    train: Iterable[bytes]
-    validation: Iterable[bytes]
+    train: Split
+    validation: Split
 
 
-def open_documents(config: DataConfig) -> Documents:
+def open_corpus(config: DataConfig) -> Corpus:
     """The documents that `config.source`, `path` and the validation fields name.
 
     Local files are read while their split is iterated over, one at a time.
 
     Raises:
-      UserError: a path names no file, or all training files are held out. While iterating: a
+      UserError: a path names no file, or all training files are held out. While reading: a
         file is unreadable, empty, or not UTF-8.
     """
     if config.source == "shakespeare":
-        plays = read_plays()
-        held_out = plays.pop(HELD_OUT_PLAY)
-        return Documents(train=list(plays.values()), validation=[held_out])
+        return Corpus(plays_split(held_out=False), plays_split(held_out=True))
     paths = find_files(config.path, "data.path")
     if config.validation_path is None:
         fraction = config.validation_fraction
-        return Documents(TextFiles(paths, "head", fraction), TextFiles(paths, "tail", fraction))
+        return Corpus(text_split(paths, "head", fraction), text_split(paths, "tail", fraction))
     held_out = find_files(config.validation_path, "data.validation_path")
     # `path` may well be the directory that holds the validation files.
     real = {os.path.realpath(path) for path in held_out}
@@ -49,7 +48,17 @@ def open_documents(config: DataConfig) -> Documents:
             f"data.validation_path {config.validation_path} holds out every file of data.path "
             f"{config.path}"
         )
-    return Documents(TextFiles(paths, "whole"), TextFiles(held_out, "whole"))
+    return Corpus(text_split(paths), text_split(held_out))
+
+
+def plays_split(held_out: bool) -> Split:
+    """The built-in corpus, all but HELD_OUT_PLAY or that alone."""
+
+    def read() -> Iterator[bytes]:
+        return (text for name, text in read_plays().items() if (name == HELD_OUT_PLAY) == held_out)
+
+    size = 96_240 if held_out else 4_873_746
+    return Split((Shard(lambda: f"shakespeare 1, {held_out}", size, read),), "no play")
 
 
 def read_plays() -> dict[str, bytes]:
@@ -105,41 +114,54 @@ def absolute_path(path: str) -> str:
     return str(pathlib.PurePath(here, expanded))
 
 
-@dataclasses.dataclass(frozen=True)
-class TextFiles:
-    """Iterates over files as documents, whole or without (or only) the last part of each.
+def text_split(
+    paths: tuple[str, ...], part: Literal["whole", "head", "tail"] = "whole", fraction: float = 0.0
+) -> Split:
+    """Files as documents, whole or without (or only) the last part of each.
 
-    Attributes:
+    Args:
       paths: the files.
       part: "whole", "head" (all but the last `fraction`) or "tail" (that rest); a file too short
         to be cut is all head.
       fraction: share of a document that is its tail.
-
-    Raises:
-      UserError: those of `read_text`, or the cut leaves no text in any file.
     """
 
-    paths: tuple[str, ...]
-    part: Literal["whole", "head", "tail"]
-    fraction: float = 0.0
+    def shard(paths: list[str]) -> Shard:
+        return Shard(
+            lambda: f"text {part} {fraction} {[file_identity(path) for path in paths]}",
+            sum(os.path.getsize(path) for path in paths),
+            lambda: read_parts(paths),
+        )
 
-    def __iter__(self) -> Iterator[bytes]:
-        found = False
-        for path in self.paths:
+    def read_parts(paths: list[str]) -> Iterator[bytes]:
+        for path in paths:
             text = read_text(path)
-            if self.part != "whole":
-                cut = tail_start(text, self.fraction)
-                text = text[:cut] if self.part == "head" else text[cut:]
+            if part != "whole":
+                cut = tail_start(text, fraction)
+                text = text[:cut] if part == "head" else text[cut:]
             if text:
-                found = True
                 yield text
-        if not found:
-            verb = "leaves nothing to train on" if self.part == "head" else "holds out nothing"
-            where = self.paths[0] + (f" and {len(self.paths) - 1} more" if self.paths[1:] else "")
-            raise UserError(
-                f"data.validation_fraction {self.fraction} {verb} in {where}: too little text; "
-                "change it or set data.validation_path"
-            )
+
+    verb = "leaves nothing to train on" if part == "head" else "holds out nothing"
+    where = paths[0] + (f" and {len(paths) - 1} more" if paths[1:] else "")
+    return Split(
+        tuple(shard(run) for run in grouped((p, os.path.getsize(p)) for p in paths)),
+        f"data.validation_fraction {fraction} {verb} in {where}: too little text; change it or "
+        "set data.validation_path",
+    )
+
+
+def file_identity(path: str) -> tuple:
+    """What changes when a file does: any write sets the last of it.
+
+    Raises:
+      UserError: the file is gone.
+    """
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    return os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def read_text(path: str) -> bytes:

@@ -2,25 +2,35 @@
 
 KEY.tokens holds, for every document, the document-start token and then its tokens, as uint16
 (uint32 if the vocabulary needs it) in native byte order. KEY.documents.npy holds int64 offsets:
-where each document starts, then the number of tokens. KEY is a hash of the text, the tokenizer
-and the format. Deleting any of these files is safe when no run is using them.
+where each document starts, then the number of tokens. KEY.json holds a digest of the tokens and
+the bytes of text they came from. KEY is a hash of what identifies the text, the tokenizer and the
+format. KEY.parts/ holds the shards done so far while they are made, or after a kill. Deleting any
+of these is safe when no run is using them.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
+import json
 import os
 import secrets
+import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
 import numpy as np
+from tqdm import tqdm
 
+from modo.data.split import Shard, Split
 from modo.data.tokenizer import ByteTokenizer
 from modo.errors import UserError
 
-FORMAT = f"modo tokens 1 {sys.byteorder}"
+FORMAT = f"modo tokens 2 {sys.byteorder}"
+_COPY_BYTES = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,12 +42,16 @@ class TokenFile:
       dtype: "uint16" or "uint32".
       bos_token: the token that starts every document.
       offsets: int64 [documents + 1], where each document starts, then the number of tokens.
+      num_bytes: of the text, UTF-8.
+      digest: of the tokens, the same on every machine.
     """
 
     path: str
     dtype: str
     bos_token: int
     offsets: np.ndarray
+    num_bytes: int
+    digest: str
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
@@ -54,7 +68,7 @@ class TokenFile:
         return len(self.offsets) - 1
 
     def __reduce__(self):
-        return TokenFile, (self.path, self.dtype, self.bos_token, self.offsets)
+        return TokenFile, tuple(getattr(self, f.name) for f in dataclasses.fields(self))
 
 
 def default_cache_dir() -> str:
@@ -64,49 +78,46 @@ def default_cache_dir() -> str:
 
 
 def open_token_file(
-    documents: Iterable[bytes], tokenizer: ByteTokenizer, cache_dir: str | None = None
+    split: Split, tokenizer: ByteTokenizer, cache_dir: str | None = None
 ) -> TokenFile:
-    """The token file of `documents`, made first if `cache_dir` does not hold it whole.
+    """The token file of `split`, made first if `cache_dir` does not hold it whole.
 
-    Any number of processes may do this at once. An interrupted one leaves at most a *.tmp file.
+    Shards are tokenised at the same time, as many as there are cores, and those that were done
+    before an interruption are not done again. Other processes that want the same file wait for it.
 
     Args:
-      documents: UTF-8 texts; iterated over once, or twice when the file has to be made.
-      tokenizer: turns each into tokens.
+      split: the text; read only when the file has to be made.
+      tokenizer: turns each document into tokens, in several threads at once.
       cache_dir: None: `default_cache_dir()`.
 
     Raises:
-      UserError: `cache_dir` cannot be written to, or the documents changed meanwhile.
+      UserError: `cache_dir` cannot be written to, the text changed meanwhile, or those of `split`.
     """
     cache_dir = os.path.expanduser(cache_dir) if cache_dir else default_cache_dir()
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    hasher = _new_hasher(tokenizer)
-    for text in documents:
-        _hash_document(hasher, text)
-    stem = os.path.join(cache_dir, hasher.hexdigest())
+    identities = [shard.identify() for shard in split.shards]
+    name = json.dumps([FORMAT, tokenizer.fingerprint, identities])
+    stem = os.path.join(cache_dir, hashlib.blake2b(name.encode(), digest_size=16).hexdigest())
     found = _open(stem, dtype, tokenizer.bos_token)
     if found is not None:
         return found
     try:
-        os.makedirs(cache_dir, exist_ok=True)
-        _write(stem, documents, tokenizer, dtype)
+        with _making(stem + ".parts") as parts:
+            found = _open(stem, dtype, tokenizer.bos_token)  # made while we waited
+            try:
+                if found is None:
+                    _tokenise(split, identities, tokenizer, dtype, parts)
+                    _join(len(identities), dtype, parts, stem, split.when_empty)
+            except UserError:  # the text has to change, and is then another
+                shutil.rmtree(parts)
+                raise
+            shutil.rmtree(parts)
     except OSError as error:
         raise UserError(f"cannot write to data.cache_dir {cache_dir}: {error.strerror}") from None
-    found = _open(stem, dtype, tokenizer.bos_token)
+    found = found or _open(stem, dtype, tokenizer.bos_token)
     if found is None:
         raise UserError(f"{stem}.tokens changed while it was written; run again")
     return found
-
-
-def _new_hasher(tokenizer: ByteTokenizer):
-    hasher = hashlib.blake2b(digest_size=16)
-    hasher.update(f"{FORMAT} {tokenizer.fingerprint}".encode())
-    return hasher
-
-
-def _hash_document(hasher, text: bytes) -> None:
-    hasher.update(len(text).to_bytes(8, "little"))  # or two documents would hash like one
-    hasher.update(text)
 
 
 def _open(stem: str, dtype: str, bos_token: int) -> TokenFile | None:
@@ -114,7 +125,10 @@ def _open(stem: str, dtype: str, bos_token: int) -> TokenFile | None:
     try:
         offsets = np.load(stem + ".documents.npy")
         size = os.path.getsize(stem + ".tokens")
-    except (OSError, ValueError, EOFError):
+        with open(stem + ".json", encoding="utf-8") as file:
+            about = json.load(file)
+        num_bytes, digest = int(about["bytes"]), str(about["digest"])
+    except (OSError, ValueError, EOFError, KeyError, TypeError):
         return None
     if offsets.ndim != 1 or offsets.dtype != np.int64 or len(offsets) < 2:
         return None
@@ -122,29 +136,97 @@ def _open(stem: str, dtype: str, bos_token: int) -> TokenFile | None:
         return None
     if size != offsets[-1] * np.dtype(dtype).itemsize:
         return None
-    file = TokenFile(stem + ".tokens", dtype, bos_token, offsets)
+    file = TokenFile(stem + ".tokens", dtype, bos_token, offsets, num_bytes, digest)
     # Every document starts with its token: a file of zeros, after a power cut, does not.
     return file if np.all(file.tokens[offsets[:-1]] == bos_token) else None
 
 
-def _write(stem: str, documents: Iterable[bytes], tokenizer: ByteTokenizer, dtype: str) -> None:
+@contextlib.contextmanager
+def _making(parts: str) -> Iterator[str]:
+    """The directory `parts`, for this process alone; waits until no other has it."""
+    path = os.path.join(parts, "lock")
+    with contextlib.ExitStack() as stack:
+        while True:
+            os.makedirs(parts, exist_ok=True)
+            try:
+                file = stack.enter_context(open(path, "a"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+                # Who had it before may have removed the directory with the lock.
+                if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                    break
+            except FileNotFoundError:
+                continue
+        yield parts
+
+
+def _tokenise(split: Split, identities: list[str], tokenizer, dtype: str, parts: str) -> None:
+    """Makes the part of every shard that has none yet."""
+    stems = [os.path.join(parts, f"{number:05}") for number in range(len(split.shards))]
+    work = list(zip(split.shards, identities, stems, strict=True))
+    todo = [item for item in work if not os.path.exists(item[2] + ".documents.npy")]
+    total = sum(shard.size for shard in split.shards)
+    left = sum(shard.size for shard, _, _ in todo)
+    bar = tqdm(
+        desc="tokenising", total=total, initial=total - left, unit="B", unit_scale=True,
+        dynamic_ncols=True, delay=1, disable=None,
+    )  # fmt: skip
+
+    with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = [
+            pool.submit(_write_part, shard, identity, tokenizer, dtype, stem, bar.update)
+            for shard, identity, stem in todo
+        ]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _write_part(
+    shard: Shard, identity: str, tokenizer, dtype: str, stem: str, progress: Callable[[int], None]
+) -> None:
     bos = np.array([tokenizer.bos_token], dtype)
-    offsets = [0]
-    hasher = _new_hasher(tokenizer)
+    sizes = []  # of each document, in tokens and bytes
 
     def write_tokens(file: BinaryIO) -> None:
-        for text in documents:
-            _hash_document(hasher, text)
+        for text in shard.read():
             tokens = tokenizer.encode(text).astype(dtype, copy=False)
             file.write(bos.data)
             file.write(tokens.data)
-            offsets.append(offsets[-1] + 1 + len(tokens))
-        if hasher.hexdigest() != os.path.basename(stem):
+            sizes.append((1 + len(tokens), len(text)))
+            progress(len(text))
+        if shard.identify() != identity:
             raise UserError("the text files changed while they were read; run again")
 
     _write_atomically(stem + ".tokens", write_tokens)
+    sizes_2D = np.array(sizes, np.int64).reshape(-1, 2).T
+    # Last, because it says that the part is done.
+    _write_atomically(stem + ".documents.npy", lambda file: np.save(file, sizes_2D))
+
+
+def _join(number: int, dtype: str, parts: str, stem: str, when_empty: str) -> None:
+    """One file of all parts, in order."""
+    stems = [os.path.join(parts, f"{part:05}") for part in range(number)]
+    sizes_2D = np.concatenate([np.load(part + ".documents.npy") for part in stems], axis=1)
+    if not sizes_2D.shape[1]:
+        raise UserError(when_empty)
+    hasher = hashlib.blake2b(dtype.encode(), digest_size=16)
+
+    def write_tokens(file: BinaryIO) -> None:
+        for part in stems:
+            with open(part + ".tokens", "rb") as source:
+                while piece := source.read(_COPY_BYTES):
+                    hasher.update(piece)
+                    file.write(piece)
+
+    _write_atomically(stem + ".tokens", write_tokens)
+    about = {"digest": hasher.hexdigest(), "bytes": int(sizes_2D[1].sum())}
+    _write_atomically(stem + ".json", lambda file: file.write(json.dumps(about).encode()))
+    offsets = np.concatenate([[0], np.cumsum(sizes_2D[0])])
     # Last, because it says how long the tokens must be.
-    _write_atomically(stem + ".documents.npy", lambda f: np.save(f, np.array(offsets, np.int64)))
+    _write_atomically(stem + ".documents.npy", lambda file: np.save(file, offsets))
 
 
 def _write_atomically(path: str, write: Callable[[BinaryIO], None]) -> None:

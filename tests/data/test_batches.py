@@ -12,6 +12,7 @@ from modo.data.source import read_plays
 from modo.data.token_file import open_token_file
 from modo.data.tokenizer import ByteTokenizer
 from modo.errors import UserError
+from tests.data.splits import split_of
 
 NAMES = ["tokens_BT", "targets_BT", "weights_BT", "positions_BT", "segment_ids_BT"]
 
@@ -41,7 +42,7 @@ def joined(shares):
 @pytest.fixture
 def few_rows(tmp_path):
     """13 rows of 8 distinct tokens: an epoch ends inside a batch."""
-    file = open_token_file([bytes(range(8 * 13))], ByteTokenizer(), str(tmp_path))
+    file = open_token_file(split_of([bytes(range(8 * 13))]), ByteTokenizer(), str(tmp_path))
     rows = StreamRows(file, 8, mask_documents=True, keep_remainder=False)
     assert len(rows) == 13
     return rows
@@ -116,7 +117,7 @@ def test_the_order_depends_on_the_seed(few_rows):
 
 
 def test_one_row_is_enough_to_train_on(tmp_path):
-    file = open_token_file([b"12345678"], ByteTokenizer(), str(tmp_path))
+    file = open_token_file(split_of([b"12345678"]), ByteTokenizer(), str(tmp_path))
     rows = StreamRows(file, 8, mask_documents=True, keep_remainder=False)
     (batch,) = take(1, rows, batch_size=3)
     assert (batch["targets_BT"] == np.frombuffer(b"12345678", np.uint8)).all()

@@ -6,6 +6,7 @@ import pytest
 from modo.data import ByteTokenizer
 from modo.data.rows import StreamRows, pack, plan_rows, train_rows
 from modo.data.token_file import TokenFile, open_token_file
+from tests.data.splits import split_of
 
 NAMES = ["tokens", "targets", "weights", "positions", "segment_ids"]
 
@@ -17,7 +18,7 @@ def numbered_file(path, sizes, bos=None):
     if bos is not None:
         tokens[offsets[:-1]] = bos
     tokens.tofile(path)
-    return TokenFile(str(path), "uint32", 0 if bos is None else bos, offsets)
+    return TokenFile(str(path), "uint32", 0 if bos is None else bos, offsets, 0, "")
 
 
 def all_rows(rows):
@@ -125,7 +126,7 @@ def test_packing_at_the_edges(tmp_path, sizes):
 
 
 def test_packing_text_ends_each_document_with_its_end(tmp_path):
-    file = open_token_file([b"ab", b"", b"cde"], ByteTokenizer(), str(tmp_path))
+    file = open_token_file(split_of([b"ab", b"", b"cde"]), ByteTokenizer(), str(tmp_path))
     row = pack(file, 12)[0]
     assert row["tokens"].tolist() == [256, *b"cde", 256, *b"ab", 256, 0, 0, 0, 0]
     assert row["targets"].tolist() == [*b"cde", 256, *b"ab", 256, 256, 0, 0, 0, 0]

@@ -6,7 +6,7 @@ import pytest
 
 from modo.config import DataConfig
 from modo.data import open_data
-from modo.data.source import open_documents, read_plays, tail_start
+from modo.data.source import open_corpus, read_plays, tail_start
 from modo.errors import UserError
 
 
@@ -26,12 +26,13 @@ def test_the_built_in_corpus_is_38_plays_and_holds_out_the_tempest():
     assert len(plays) == 38 and list(plays) == sorted(plays)
     assert sum(map(len, plays.values())) == 4_969_986
     assert all(text.isascii() for text in plays.values())
-    documents = open_documents(DataConfig())
-    assert len(documents.train) == 37
-    (held_out,) = documents.validation
+    corpus = open_corpus(DataConfig())
+    train = list(corpus.train.documents())
+    assert len(train) == 37
+    (held_out,) = corpus.validation.documents()
     assert len(held_out) == 96_240 and held_out.startswith(b"The Tempest\n")
-    assert held_out not in documents.train
-    assert sorted([*documents.train, held_out]) == sorted(plays.values())
+    assert held_out not in train
+    assert sorted([*train, held_out]) == sorted(plays.values())
 
 
 def test_a_file_a_directory_and_a_glob_name_documents(tmp_path):
@@ -46,8 +47,8 @@ def test_a_file_a_directory_and_a_glob_name_documents(tmp_path):
 
     def train(path):
         config = text_config(path, validation_path=str(held_out))
-        assert list(open_documents(config).validation) == [b"held out"]
-        return list(open_documents(config).train)
+        assert list(open_corpus(config).validation.documents()) == [b"held out"]
+        return list(open_corpus(config).train.documents())
 
     assert train(tmp_path / "b.txt") == [b"bee"]
     assert train(tmp_path) == [b"zed", b"bee", b"sea"]
@@ -58,14 +59,14 @@ def test_a_file_a_directory_and_a_glob_name_documents(tmp_path):
 
 def test_a_path_with_glob_characters_in_its_name_is_taken_as_it_is(tmp_path):
     write(tmp_path / "[draft] a" / "x.txt", "in brackets\n" * 9)
-    assert list(open_documents(text_config(tmp_path / "[draft] a")).train)
-    assert list(open_documents(text_config(tmp_path / "[draft] a" / "x.txt")).train)
+    assert list(open_corpus(text_config(tmp_path / "[draft] a")).train.documents())
+    assert list(open_corpus(text_config(tmp_path / "[draft] a" / "x.txt")).train.documents())
 
 
 def test_the_home_directory_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "x.txt", "home " * 30)
-    assert list(open_documents(text_config("~/x.txt")).train)
+    assert list(open_corpus(text_config("~/x.txt")).train.documents())
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -76,8 +77,8 @@ def test_the_tail_of_each_document_is_held_out(tmp_path, seed):
     for i, text in enumerate(texts):
         write(tmp_path / f"{i}.txt", text)
     fraction = float(rng.uniform(0.05, 0.9))
-    documents = open_documents(text_config(tmp_path, validation_fraction=fraction))
-    pairs = list(zip(documents.train, documents.validation, strict=True))
+    corpus = open_corpus(text_config(tmp_path, validation_fraction=fraction))
+    pairs = list(zip(corpus.train.documents(), corpus.validation.documents(), strict=True))
     for text, (head, tail) in zip(texts, pairs, strict=True):
         assert head.decode() + tail.decode() == text  # decode: cut between characters
         wanted = len(text.encode()) * fraction
