@@ -191,6 +191,8 @@ class ModelConfig:
       scan_layers: run repeating layers as one `lax.scan`: compiles once a kind of layer.
       remat: what the backward pass recomputes: "none", "dots" (all but matrix products), or
         "block" (everything inside a block). Chosen tokens and blocks are always kept.
+      loss_chunk: tokens of a row whose logits training and evaluation hold at once, float32
+        [batch, loss_chunk, vocab_size]; the backward pass computes them again. None: all.
     """
 
     vocab_size: int
@@ -211,12 +213,14 @@ class ModelConfig:
     norm_eps: float = 1e-6
     scan_layers: bool = False
     remat: Literal["none", "dots", "block"] = "none"
+    loss_chunk: int | None = None
 
     def __post_init__(self):
         _check_types(self)
         _require_at_least(
-            self, 1, "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "d_ff"
-        )
+            self, 1, "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "d_ff",
+            "loss_chunk",
+        )  # fmt: skip
         _require_at_least(self, 2, "head_dim")
         if self.head_dim is None:
             _require(
@@ -364,6 +368,8 @@ class OptimizerConfig:
       b1, b2: of Adam.
       eps: added to the denominators of Adam, and of Muon.
       momentum: of Muon.
+      mu_dtype, nu_dtype: what the moving averages of gradients (Adam's and Muon's) and of their
+        squares (Adam's) are kept in between steps; they are updated in float32.
       clip_norm: largest global gradient norm; None: no clipping. Predictors are left out, so
         that training them changes nothing else.
     """
@@ -378,6 +384,8 @@ class OptimizerConfig:
     b2: float = 0.95
     eps: float = 1e-8
     momentum: float = 0.95
+    mu_dtype: Literal["float32", "bfloat16"] = "float32"
+    nu_dtype: Literal["float32", "bfloat16"] = "float32"
     clip_norm: float | None = 1.0
 
     def __post_init__(self):
@@ -432,6 +440,7 @@ class TrainConfig:
       batch_size: rows an update, over all devices and processes.
       length: tokens a row that the model sees.
       accumulation: microbatches an update; each token weighs the same whatever the number.
+      accumulation_dtype: what the sum of their gradients is kept in.
       seed: of initialisation, data order and routing noise.
       routing: how routed blocks choose in training: "top_k", or the "random" control.
       z_loss: weight of the squared log-partition.
@@ -447,6 +456,7 @@ class TrainConfig:
     batch_size: int = 8
     length: int = 256
     accumulation: int = 1
+    accumulation_dtype: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
     routing: Literal["top_k", "random"] = "top_k"
     z_loss: float = 0.0

@@ -1,5 +1,6 @@
 """From a DataConfig to batches: a batch is a function of the seed and the step alone."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 
@@ -15,6 +16,8 @@ from modo.errors import UserError
 
 Rows = StreamRows | PackedRows
 Batch = dict[str, np.ndarray]
+# Of one read: about so many tokens, and at most so many batches.
+_READ_TOKENS, _READ_BATCHES = 1 << 14, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +81,8 @@ def train_batches(
       start_step: the first step wanted; counts updates made so far.
       process_index: which share of each batch is this process's.
       process_count: number of shares; divides batch_size.
-      prefetch: batches made ahead by a background thread; 0: made when asked for.
+      prefetch: reads made ahead by a background thread, each of one batch or, where batches are
+        small, of some; 0: made when asked for.
 
     Returns:
       An iterator of dicts with tokens_BT, targets_BT, positions_BT and segment_ids_BT (int32)
@@ -89,16 +93,26 @@ def train_batches(
     """
     share = _share(batch_size, process_count, "train.batch_size")
 
-    def read(indices_B: np.ndarray) -> Batch:
-        return {f"{name}_BT": array for name, array in rows[indices_B].items()}
-
     # `seed` hashes the seed; `shuffle(seed)` itself would make epoch 1 of seed 0 epoch 0 of 1.
     order = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat()
     # Rounding the endless length up to whole batches would overflow: drop_remainder.
     shares = order.batch(share, drop_remainder=True)
-    mine = shares[start_step * process_count + process_index :: process_count]
+    # Small batches are read several at a time: handing one over costs more than reading it.
+    together = min(max(1, _READ_TOKENS // (share * rows.length)), _READ_BATCHES)
+    mine = shares[process_index::process_count].batch(together, drop_remainder=True)
     options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
-    return iter(mine.map(read).to_iter_dataset(options))
+    reads = mine[start_step // together :].map(rows.__getitem__).to_iter_dataset(options)
+    return _one_by_one(iter(reads), start_step % together)
+
+
+def _one_by_one(reads: Iterator[Batch], first: int) -> Iterator[Batch]:
+    """The batches of each read in turn, without the first so many."""
+    with contextlib.closing(reads):
+        for read in reads:
+            number = len(read["tokens"])
+            for i in range(first, number):
+                yield {f"{name}_BT": array[i] for name, array in read.items()}
+            first = 0
 
 
 def eval_batches(

@@ -13,6 +13,7 @@ from modo.config import ModelConfig, Routing
 from modo.nn.attention import Attention
 from modo.nn.depth import DepthAux, MixtureOfDepths
 from modo.nn.mlp import GatedMLP
+from modo.ops.losses import chunked_cross_entropy
 from modo.ops.routing import ROUTED_TOKENS
 from modo.ops.segments import document_runs
 
@@ -282,6 +283,33 @@ class Decoder(nnx.Module):
         Returns:
           (float32 [B, T, V], DecoderAux).
         """
+        x_BTD, aux = self._hidden(tokens_BT, positions_BT, segment_ids_BT, routing, key)
+        return self.logits(x_BTD), aux
+
+    def token_losses(
+        self,
+        tokens_BT: Array,
+        targets_BT: Array,
+        *,
+        positions_BT: Array | None = None,
+        segment_ids_BT: Array | None = None,
+        routing: Routing = "top_k",
+        key: Array | None = None,
+    ) -> tuple[Array, Array, DecoderAux]:
+        """Cross-entropy of each target, holding the logits of `config.loss_chunk` tokens a row.
+
+        Args:
+          targets_BT: int, in [0, vocab_size); the rest are those of `__call__`.
+
+        Returns:
+          (nats [B, T], log-partition [B, T], DecoderAux), float32.
+        """
+        x_BTD, aux = self._hidden(tokens_BT, positions_BT, segment_ids_BT, routing, key)
+        losses = chunked_cross_entropy(self.logits, x_BTD, targets_BT, self.config.loss_chunk)
+        return *losses, aux
+
+    def _hidden(self, tokens_BT, positions_BT, segment_ids_BT, routing, key):
+        """The last block's output and DecoderAux."""
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(
                 jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
@@ -290,7 +318,7 @@ class Decoder(nnx.Module):
             segment_ids_BT = document_runs(segment_ids_BT)
         x_BTD = self.embedding(tokens_BT)
         x_BTD, auxes = self._run_blocks(x_BTD, positions_BT, segment_ids_BT, routing, key)
-        return self.logits(x_BTD), _collect(auxes, tokens_BT.shape)
+        return x_BTD, _collect(auxes, tokens_BT.shape)
 
     def logits(self, x_BTD: Array) -> Array:
         """Logits [B, T, V] float32 of the last block's output."""

@@ -1,7 +1,7 @@
 """Pure functions of arrays."""
 
 from modo.ops.attention import causal_attention
-from modo.ops.losses import cross_entropy
+from modo.ops.losses import chunked_cross_entropy, cross_entropy
 from modo.ops.moba import moba_attention, sharded_moba_attention
 from modo.ops.routing import Route, combine, dispatch, route_top_k, route_where
 from modo.ops.segments import document_runs
@@ -9,6 +9,7 @@ from modo.ops.segments import document_runs
 __all__ = [
     "Route",
     "causal_attention",
+    "chunked_cross_entropy",
     "combine",
     "cross_entropy",
     "dispatch",

@@ -1,5 +1,7 @@
 """Language-modelling loss in float32."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -23,3 +25,39 @@ def cross_entropy(logits_BTV: Array, targets_BT: Array) -> tuple[Array, Array]:
     is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
     target_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1)
     return log_z_BT - target_BT, log_z_BT
+
+
+def chunked_cross_entropy(
+    logits: Callable[[Array], Array], x_BTD: Array, targets_BT: Array, chunk: int | None
+) -> tuple[Array, Array]:
+    """`cross_entropy` of `logits(x_BTD)`, with the logits of `chunk` tokens a row at once.
+
+    The backward pass computes the logits again. A chunk takes every n-th token, so that devices
+    which share the time axis all have their part of it.
+
+    Args:
+      logits: [B, chunk, D] to [B, chunk, V], each token by itself.
+      x_BTD: what it is given.
+      targets_BT: int, in [0, V).
+      chunk: None: all tokens at once.
+
+    Returns:
+      (nats [B, T], log-partition [B, T]), float32.
+    """
+    B, T, D = x_BTD.shape
+    if chunk is None or chunk >= T:
+        return cross_entropy(logits(x_BTD), targets_BT)
+    number = -(-T // chunk)
+    padding = ((0, 0), (0, -T % number))
+    x_BcnD = jnp.pad(x_BTD, (*padding, (0, 0))).reshape(B, -1, number, D)
+    targets_Bcn = jnp.pad(targets_BT, padding).reshape(B, -1, number)
+
+    @jax.checkpoint
+    def of_chunk(inputs):
+        x_BcD, targets_Bc = inputs
+        return cross_entropy(logits(x_BcD), targets_Bc)
+
+    losses_nBc = jax.lax.map(
+        of_chunk, (jnp.moveaxis(x_BcnD, 2, 0), jnp.moveaxis(targets_Bcn, 2, 0))
+    )
+    return tuple(jnp.moveaxis(x, 0, 2).reshape(B, -1)[:, :T] for x in losses_nBc)

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from modo.data.pipeline import Rows, eval_batches
 from modo.nn.depth import prediction_counts, prediction_scores
-from modo.ops.losses import cross_entropy
 from modo.train.mesh import batch_sharding, place_batch
 
 HISTOGRAM_EDGES = np.linspace(-4.0, 4.0, 17)
@@ -46,14 +45,14 @@ class Evaluation:
 @functools.partial(jax.jit, static_argnames=("graphdef", "routing"))
 def eval_sums(graphdef, params, batch: dict, key: Array, *, routing: str) -> dict[str, Array]:
     """Sums over one batch, so that means over a split do not depend on how it was batched."""
-    logits_BTV, aux = nnx.merge(graphdef, params)(
+    nats_BT, _, aux = nnx.merge(graphdef, params).token_losses(
         batch["tokens_BT"],
+        batch["targets_BT"],
         positions_BT=batch["positions_BT"],
         segment_ids_BT=batch["segment_ids_BT"],
         routing=routing,
         key=key if routing == "random" else None,  # elsewhere a key would add training's noise
     )
-    nats_BT, _ = cross_entropy(logits_BTV, batch["targets_BT"])
     sums = {
         # A row's nats fit float32; rows are added up in float64 outside.
         "nats_B": jnp.sum(nats_BT * batch["weights_BT"], axis=1),

@@ -1,6 +1,7 @@
 """AdamW and Muon with warm-up and cosine decay."""
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 
@@ -45,6 +46,26 @@ def _muon_dimension_numbers(params):
     return jax.tree_util.tree_map_with_path(_muon_axes, params)
 
 
+def _kept_in(rule: optax.GradientTransformation, dtypes: dict[str, str]):
+    """The same rule, its state's fields of these names kept in these dtypes between updates."""
+
+    def cast(state, dtype_of):
+        def cast_leaf(path, leaf):
+            fields = {getattr(entry, "name", None) for entry in path} & set(dtypes)
+            return leaf.astype(dtype_of(fields.pop())) if fields else leaf
+
+        return jax.tree_util.tree_map_with_path(cast_leaf, state)
+
+    def init(params):
+        return cast(rule.init(params), dtypes.get)
+
+    def update(updates, state, params=None):
+        updates, state = rule.update(updates, cast(state, lambda _: jnp.float32), params)
+        return updates, cast(state, dtypes.get)
+
+    return optax.GradientTransformation(init, update)
+
+
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """The update rule for a run of `steps` updates.
 
@@ -79,9 +100,10 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     clip = optax.identity()
     if config.clip_norm is not None:
         clip = optax.clip_by_global_norm(config.clip_norm)
-    return optax.partition(
+    rule = optax.partition(
         {"model": optax.chain(clip, rule), "predictor": optax.chain(clip, adamw)},
         lambda params: jax.tree_util.tree_map_with_path(
             lambda path, _: "predictor" if _is_predictor(path) else "model", params
         ),
     )
+    return _kept_in(rule, {"mu": config.mu_dtype, "nu": config.nu_dtype})

@@ -31,6 +31,7 @@ FREE_FIELDS = (
     "data.cache_dir",
     "model.moba.implementation",
     "model.remat",
+    "model.loss_chunk",
 )
 
 

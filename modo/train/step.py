@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from modo.config import Config
 from modo.nn.decoder import Decoder
-from modo.ops.losses import cross_entropy
 from modo.train.mesh import batch_sharding, state_shardings
 from modo.train.optimizer import make_optimizer
 
@@ -76,14 +75,14 @@ def microbatch_loss(
       (objective, metrics that add up over microbatches).
     """
     model = nnx.merge(graphdef, params)
-    logits_BTV, aux = model(
+    nats_BT, log_z_BT, aux = model.token_losses(
         batch["tokens_BT"],
+        batch["targets_BT"],
         positions_BT=batch.get("positions_BT"),
         segment_ids_BT=batch.get("segment_ids_BT"),
         routing=config.train.routing,
         key=key,
     )
-    nats_BT, log_z_BT = cross_entropy(logits_BTV, batch["targets_BT"])
     loss = jnp.sum(nats_BT * batch["weights_BT"]) / tokens
     share = _count_valid(batch) / valid
     objective = loss
@@ -135,11 +134,16 @@ def loss_and_gradients(params, graphdef, batch: dict, key: Array, config: Config
         return one(batch, 0)
 
     def body(total, xs):
-        return jax.tree.map(jnp.add, total, one(*xs)), None
+        return jax.tree.map(lambda sum_, x: (sum_ + x).astype(sum_.dtype), total, one(*xs)), None
 
-    zeros = jax.eval_shape(one, jax.tree.map(lambda x: x[0], micro), 0)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
-    return jax.lax.scan(body, zeros, (micro, jnp.arange(number)))[0]
+    metrics, grads = jax.eval_shape(one, jax.tree.map(lambda x: x[0], micro), 0)
+    dtype = jnp.dtype(config.train.accumulation_dtype)
+    zeros = (
+        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metrics),
+        jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), grads),
+    )
+    metrics, grads = jax.lax.scan(body, zeros, (micro, jnp.arange(number)))[0]
+    return metrics, jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
 
 
 def make_train_step(graphdef, config: Config, mesh: Mesh, abstract_state: TrainState):

@@ -1,9 +1,12 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from modo.ops import cross_entropy
+from modo.ops import chunked_cross_entropy, cross_entropy
+from tests.jaxpr import equations
 
 loss = jax.jit(cross_entropy)
 
@@ -46,3 +49,50 @@ def test_uniform_logits_cost_log_v():
     nats_BT, log_z_BT = loss(jnp.zeros((1, 2, 257)), jnp.asarray([[0, 256]]))
     np.testing.assert_allclose(nats_BT, np.log(257), rtol=1e-6)
     np.testing.assert_allclose(log_z_BT, np.log(257), rtol=1e-6)
+
+
+def _chunked(chunk, soft_cap=None):
+    """Nats and log-partition of a linear head, weighted so that every token's gradient differs."""
+
+    def total(x_BTD, weight_DV, targets_BT):
+        nats_BT, log_z_BT = chunked_cross_entropy(
+            lambda x_BTD: x_BTD @ weight_DV, x_BTD, targets_BT, chunk
+        )
+        scale_BT = jnp.arange(1.0, nats_BT.size + 1).reshape(nats_BT.shape)
+        return jnp.sum(scale_BT * (nats_BT + 0.1 * log_z_BT**2)), (nats_BT, log_z_BT)
+
+    return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("chunk", [1, 4, 5, 11, 12])
+def test_chunks_change_nothing(chunk):
+    key = jax.random.key(2)
+    x_BTD = jax.random.normal(key, (2, 11, 8))
+    weight_DV = jax.random.normal(jax.random.fold_in(key, 1), (8, 33))
+    targets_BT = jax.random.randint(jax.random.fold_in(key, 2), (2, 11), 0, 33)
+    whole = jax.jit(_chunked(None))(x_BTD, weight_DV, targets_BT)
+    cut = jax.jit(_chunked(chunk))(x_BTD, weight_DV, targets_BT)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(cut), strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+
+
+def test_chunks_bound_the_logits_that_are_held():
+    B, T, D, V, chunk = 2, 12, 4, 100, 3
+    shapes = (
+        jax.ShapeDtypeStruct((B, T, D), jnp.bfloat16),
+        jax.ShapeDtypeStruct((D, V), jnp.bfloat16),
+        jax.ShapeDtypeStruct((B, T), jnp.int32),
+    )
+
+    def largest(chunk):
+        sizes = [
+            math.prod(variable.aval.shape)
+            for equation, _ in equations(jax.make_jaxpr(_chunked(chunk))(*shapes).jaxpr)
+            for variable in equation.outvars
+        ]
+        return max(sizes)
+
+    assert largest(None) == B * T * V
+    assert largest(chunk) == B * chunk * V
