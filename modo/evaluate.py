@@ -77,7 +77,10 @@ def main(arguments: Sequence[str]) -> None:
     )
     depth = run_directory.read_config(pathlib.Path(options.workdir)).model.depth
     for routing, result in results.items():
-        print(f"{routing}: {result.loss:.4f} nats a token over {result.tokens:,} tokens")
+        print(
+            f"{routing}: {result.loss:.4f} nats a token over {result.tokens:,} tokens, "
+            f"{result.bits_per_byte:.4f} bits a byte"
+        )
         for name, value in result.statistics.items():
             print(f"  {name} {value:.4f}")
         if routing == "router" and depth is not None and depth.router_loss_weight == 0:
@@ -87,7 +90,12 @@ def main(arguments: Sequence[str]) -> None:
             )
     if options.json is not None:
         values = {
-            routing: {"loss": r.loss, "tokens": r.tokens, **r.statistics}
+            routing: {
+                "loss": r.loss,
+                "bits_per_byte": r.bits_per_byte,
+                "tokens": r.tokens,
+                **r.statistics,
+            }
             for routing, r in results.items()
         }
         try:

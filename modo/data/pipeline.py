@@ -28,11 +28,13 @@ class Data:
       tokenizer: what made the tokens.
       train: rows to train on.
       validation: consecutive windows over the whole held-out split, the last one padded.
+      digests: of the tokens of each split, the same on every machine.
     """
 
     tokenizer: ByteTokenizer
     train: Rows
     validation: StreamRows
+    digests: dict[str, str]
 
 
 def open_data(config: DataConfig, length: int) -> Data:
@@ -55,6 +57,7 @@ def open_data(config: DataConfig, length: int) -> Data:
             train, length, packing=config.packing, mask_documents=config.separates_documents
         ),
         StreamRows(validation, length, config.separates_documents, keep_remainder=True),
+        {"train": train.digest, "validation": validation.digest},
     )
 
 

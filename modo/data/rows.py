@@ -46,6 +46,11 @@ class StreamRows:
     mask_documents: bool
     keep_remainder: bool
 
+    @property
+    def num_bytes(self) -> int:
+        """UTF-8 bytes of the text."""
+        return self.file.num_bytes
+
     def __len__(self) -> int:
         targets = self.file.num_tokens - 1
         return -(-targets // self.length) if self.keep_remainder else targets // self.length
@@ -95,6 +100,11 @@ class PackedRows:
     starts: np.ndarray
     lengths: np.ndarray
     first_piece: np.ndarray
+
+    @property
+    def num_bytes(self) -> int:
+        """UTF-8 bytes of the text."""
+        return self.file.num_bytes
 
     def __len__(self) -> int:
         return len(self.first_piece) - 1

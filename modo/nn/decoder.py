@@ -278,7 +278,7 @@ class Decoder(nnx.Module):
           positions_BT: int; None: 0 .. T - 1.
           segment_ids_BT: int, documents as runs of equal values; 0 is padding. None: one document.
           routing: how routed layers choose, see `MixtureOfDepths`.
-          key: for routing "random" and for noise.
+          key: for routing "random" and for noise; one, or one a row [B].
 
         Returns:
           (float32 [B, T, V], DecoderAux).
@@ -338,7 +338,7 @@ class Decoder(nnx.Module):
         """The last block's output, and each layer's DepthAux, None where it is not routed."""
 
         def run(graphdef, state, x_BTD, layer):
-            layer_key = None if key is None else jax.random.fold_in(key, layer)
+            layer_key = None if key is None else _layer_key(key, layer)
             block = nnx.merge(graphdef, state)
             return apply_block(
                 block, x_BTD, positions_BT, segment_ids_BT, routing=routing, key=layer_key
@@ -370,6 +370,12 @@ class Decoder(nnx.Module):
             for repeat in range(stretch.repeats):
                 auxes += [jax.tree.map(lambda a: a[repeat], aux) for aux in group_auxes]  # noqa: B023
         return x_BTD, auxes
+
+
+def _layer_key(key: Array, layer) -> Array:
+    if key.ndim == 0:
+        return jax.random.fold_in(key, layer)
+    return jax.vmap(lambda row_key: jax.random.fold_in(row_key, layer))(key)
 
 
 def _stack(blocks: list, stretch: Stretch) -> nnx.List:

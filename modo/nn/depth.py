@@ -88,6 +88,13 @@ class Predictor(nnx.Module):
         return self.score(jax.nn.silu(self.hidden(features_BTD)))
 
 
+def _normal(key: Array, shape: tuple[int, int]) -> Array:
+    """Gaussian float32 [B, T] from one key, or from one a row."""
+    if key.ndim == 0:
+        return jax.random.normal(key, shape, jnp.float32)
+    return jax.vmap(lambda row_key: jax.random.normal(row_key, shape[1:], jnp.float32))(key)
+
+
 class MixtureOfDepths(nnx.Module):
     """Wraps a block so that only the tokens chosen by a router are computed.
 
@@ -175,7 +182,7 @@ class MixtureOfDepths(nnx.Module):
             chosen, nor read. None: one document.
           routing: "top_k" (training); "predictor" and "router": causal, every token whose logit is
             positive, however many; "random": top-k over Gaussian values, the control.
-          key: for routing "random", and for noise.
+          key: for routing "random", and for noise; one, or one a row [B].
 
         Returns:
           (y_BTD, aux); tokens that were not chosen come back bitwise as they were.
@@ -259,9 +266,9 @@ class MixtureOfDepths(nnx.Module):
             return ops.route_where((score_BT > 0) & valid_BT, logits_BT)
         score_BT = lax.stop_gradient(logits_BT)
         if routing == "random":
-            score_BT = jax.random.normal(key, logits_BT.shape, jnp.float32)
+            score_BT = _normal(key, logits_BT.shape)
         elif self.noise > 0 and key is not None:
-            score_BT += self.noise * jax.random.normal(key, logits_BT.shape, jnp.float32)
+            score_BT += self.noise * _normal(key, logits_BT.shape)
         slots_B = ops.row_slots(self.capacity, valid_BT)
         if self.per_document:
             valid_BT = ops.best_of_each_document(score_BT, runs_BT, self.capacity)

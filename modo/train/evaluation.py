@@ -25,6 +25,7 @@ class Evaluation:
     Attributes:
       routing: how routed layers chose.
       loss: nats per counted token.
+      bits_per_byte: the same loss over the bytes of the text: comparable between tokenizers.
       tokens: number of counted tokens.
       statistics: of the routing; empty without routed layers.
         "fraction": share of tokens that routed layers computed; "accuracy", "precision", "recall"
@@ -37,21 +38,29 @@ class Evaluation:
 
     routing: str
     loss: float
+    bits_per_byte: float
     tokens: int
     statistics: dict[str, float]
     score_histogram: list[float]
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "routing"))
-def eval_sums(graphdef, params, batch: dict, key: Array, *, routing: str) -> dict[str, Array]:
-    """Sums over one batch, so that means over a split do not depend on how it was batched."""
+def eval_sums(
+    graphdef, params, batch: dict, key: Array, first_row: int = 0, *, routing: str
+) -> dict[str, Array]:
+    """Sums over one batch, so that means over a split do not depend on how it was batched.
+
+    The random control of a row depends on the key and the row's number, `first_row` on.
+    """
+    rows_B = first_row + jnp.arange(batch["tokens_BT"].shape[0])
+    keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows_B)
     nats_BT, _, aux = nnx.merge(graphdef, params).token_losses(
         batch["tokens_BT"],
         batch["targets_BT"],
         positions_BT=batch["positions_BT"],
         segment_ids_BT=batch["segment_ids_BT"],
         routing=routing,
-        key=key if routing == "random" else None,  # elsewhere a key would add training's noise
+        key=keys_B if routing == "random" else None,  # elsewhere a key would add training's noise
     )
     sums = {
         # A row's nats fit float32; rows are added up in float64 outside.
@@ -97,7 +106,7 @@ def evaluate(
     """
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     batch_size = -(-min(batch_size, len(rows)) // shards) * shards
-    sharding, total = batch_sharding(mesh), {}
+    sharding, key, total = batch_sharding(mesh), jax.random.key(seed), {}
     batches = eval_batches(
         rows,
         batch_size=batch_size,
@@ -105,8 +114,8 @@ def evaluate(
         process_count=jax.process_count(),
     )
     for number, batch in enumerate(batches):
-        key = jax.random.fold_in(jax.random.key(seed), number)
-        sums = eval_sums(graphdef, params, place_batch(batch, sharding), key, routing=routing)
+        batch = place_batch(batch, sharding)
+        sums = eval_sums(graphdef, params, batch, key, number * batch_size, routing=routing)
         for name, value in jax.device_get(sums).items():
             value = np.asarray(value, np.float64)
             total[name] = total.get(name, 0.0) + (value.sum() if name == "nats_B" else value)
@@ -114,6 +123,7 @@ def evaluate(
     return Evaluation(
         routing=routing,
         loss=float(total["nats_B"] / total["tokens"]),
+        bits_per_byte=float(total["nats_B"] / math.log(2) / rows.num_bytes),
         tokens=int(total["tokens"]),
         statistics=statistics,
         score_histogram=histogram,

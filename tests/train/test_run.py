@@ -106,6 +106,9 @@ def test_held_out_loss_counts_each_token_once(finished_run, model):
             result = results[routing, batch_size]
             assert result.loss == pytest.approx(expected, rel=1e-6)
             assert result.tokens == weights.sum()
+            # Two texts: a token a byte, and one for the end of the first.
+            nats_a_byte = expected * weights.sum() / (weights.sum() - 1)
+            assert result.bits_per_byte == pytest.approx(nats_a_byte / math.log(2))
             assert result.statistics == pytest.approx(results[routing, 1].statistics, abs=1e-6)
         valid = rows["segment_ids"] != 0
         share = np.asarray(aux.routed_LBT).sum() / (2 * valid.sum())
@@ -113,6 +116,22 @@ def test_held_out_loss_counts_each_token_once(finished_run, model):
         assert math.isclose(sum(results[routing, 1].score_histogram), 1.0, rel_tol=1e-6)
     recorded = {r["routing"]: r["loss"] for r in read_metrics(workdir) if r["split"] == "eval"}
     assert recorded["predictor"] == pytest.approx(results["predictor", 1].loss, rel=1e-6)
+
+
+def test_random_control_of_a_row_does_not_depend_on_its_batch(finished_run, model):
+    config, _, _ = finished_run
+    rows = open_data(config.data, config.train.length).validation
+    graphdef, params = nnx.split(model)
+    one, three, all_ = (
+        evaluate(graphdef, params, rows, make_mesh(MeshConfig()), routing="random", batch_size=n)
+        for n in (1, 3, 64)
+    )
+    assert one.loss == pytest.approx(three.loss, rel=1e-6)
+    assert one.loss == pytest.approx(all_.loss, rel=1e-6)
+    other = evaluate(
+        graphdef, params, rows, make_mesh(MeshConfig()), routing="random", batch_size=64, seed=1
+    )
+    assert other.loss != pytest.approx(all_.loss, rel=1e-6)
 
 
 def test_evaluate_command(finished_run, tmp_path, capsys):
