@@ -10,6 +10,8 @@ from modo.config import CorpusConfig
 from modo.data.files import find_files
 from modo.data.held_out import divide_collection, divide_shards
 from modo.data.jsonl import jsonl_shards
+from modo.data.prepared import open_prepared
+from modo.data.pysrc import open_pysrc
 from modo.data.split import Shard, Split
 from modo.data.text import text_shards
 from modo.errors import UserError
@@ -34,6 +36,13 @@ def open_corpus(config: CorpusConfig) -> Corpus:
     """
     if config.source == "shakespeare":
         return Corpus(plays_split(held_out=False), plays_split(held_out=True))
+    if config.source == "tfds":
+        return Corpus(*open_prepared(config))
+    if config.source == "pysrc":
+        held_out = config.validation_split or "validation"
+        return Corpus(
+            *(open_pysrc(config.data_dir, split, config.documents) for split in ("train", held_out))
+        )
     return _open_files(config)
 
 
