@@ -6,6 +6,8 @@ import pathlib
 import re
 from collections.abc import Iterator
 
+import numpy as np
+
 from modo.config import CorpusConfig
 from modo.data.files import file_identity
 from modo.data.held_out import divide_collection
@@ -138,7 +140,7 @@ class PreparedSet:
             name
             for name, feature in features.items()
             if isinstance(feature, tfds.features.Tensor)
-            and feature.np_dtype is object
+            and np.dtype(feature.np_dtype) == np.dtype(object)
             and feature.shape == ()
         ]
         if field not in texts:
