@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import difflib
 import importlib.util
-import os
+import io
 import pathlib
 import re
 import sys
@@ -84,9 +84,10 @@ def prepare_text(options: argparse.Namespace) -> None:
             f"it as it is, --data.source {source}"
         )
     # Slow to import, and a bad argument need not wait.
-    from modo.data.tfds_text import VERSION, LocalText
+    from modo.data.tfds_text import LocalText
 
-    target = pathlib.Path(_root(options.data_dir)) / options.name / VERSION
+    within = pathlib.Path(options.name, str(LocalText.VERSION))
+    target = _root(options.data_dir) / within
     with _made_in_place(target, overwrite=options.overwrite) as scratch:
         _quietly_prepare(
             LocalText(
@@ -98,7 +99,7 @@ def prepare_text(options: argparse.Namespace) -> None:
                 file_format="array_record",
             )
         )
-        (scratch.parent / "tfds" / options.name / VERSION).rename(scratch)
+        (scratch.parent / "tfds" / within).rename(scratch)
     _report(target)
     where = f" --data.data_dir {options.data_dir}" if options.data_dir else ""
     print(f"train from it with: --data.source tfds --data.name {options.name}{where}")
@@ -130,7 +131,7 @@ def prepare_tfds(name: str, data_dir: str | None) -> None:
             "'modo[prepare]', and run this there; training goes on without"
         )
     try:
-        builder = tfds.builder(name, data_dir=_root(data_dir), file_format="array_record")
+        builder = tfds.builder(name, data_dir=str(_root(data_dir)), file_format="array_record")
         builder.download_and_prepare()
     except ImportError as error:
         raise UserError(
@@ -170,8 +171,8 @@ def prepare_pysrc(data_dir: str | None, *, overwrite: bool = False) -> None:
         print(f"  {split}: " + ", ".join(f"{n:,} {what}" for what, n in counts.items()))
 
 
-def _root(data_dir: str | None) -> str:
-    return os.path.expanduser(data_dir) if data_dir else default_data_dir()
+def _root(data_dir: str | None) -> pathlib.Path:
+    return pathlib.Path(data_dir or default_data_dir()).expanduser()
 
 
 def _is_installed(module: str) -> bool:
@@ -205,7 +206,7 @@ def _quietly_prepare(builder) -> None:
 
     if not sys.stderr.isatty():
         tfds.disable_progress_bar()
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(io.StringIO()):
         builder.download_and_prepare()
 
 

@@ -10,8 +10,6 @@ from modo.data.jsonl import read_lines
 from modo.data.text import read_text
 from modo.errors import UserError
 
-VERSION = "1.0.0"
-
 
 class LocalText(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     """Documents of text files or JSON lines, in the splits train and validation.
@@ -28,8 +26,8 @@ class LocalText(tfds.core.GeneratorBasedBuilder, skip_registration=True):
       options: of tfds: data_dir, file_format.
     """
 
-    VERSION = tfds.core.Version(VERSION)
-    RELEASE_NOTES = {VERSION: "Made by modo.prepare."}
+    VERSION = tfds.core.Version("1.0.0")
+    RELEASE_NOTES = {"1.0.0": "Made by modo.prepare."}
 
     def __init__(
         self,
