@@ -301,17 +301,99 @@ class ModelConfig:
         return tuple(range(max(0, self.num_layers - self.moba.last_full)))
 
 
+# The sources that each field of CorpusConfig says something about; the others say it about all.
+_SOURCES_OF_FIELD = {
+    "path": ("text", "jsonl"),
+    "validation_path": ("text", "jsonl"),
+    "text_field": ("jsonl", "tfds"),
+    "name": ("tfds",),
+    "data_dir": ("tfds", "pysrc"),
+    "train_split": ("tfds",),
+    "validation_split": ("tfds", "pysrc"),
+    "documents": ("pysrc",),
+}
+
+
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """Where text comes from and how it is cut into rows.
+class CorpusConfig:
+    """Where the text of one corpus comes from and what of it is held out.
 
     Attributes:
-      source: "shakespeare", the built-in corpus, or "text", local UTF-8 files.
-      path: for "text": a file, a directory (its *.txt files, recursively) or a glob; each file is
-        a document.
-      validation_path: for "text": likewise, held out, and not trained on where `path` names the
-        same files; None: the last `validation_fraction` of each document.
-      validation_fraction: share of each document held out when there is no validation_path.
+      source: "shakespeare", the built-in corpus; "text", local UTF-8 files, each a document;
+        "jsonl", local files with a JSON object a line, each a document; "tfds", a prepared
+        tensorflow-datasets set; "pysrc", Python sources, made by `python -m modo.prepare pysrc`.
+      path: for "text" and "jsonl": a file, a directory (its *.txt or *.jsonl files, recursively) or
+        a glob. Files whose names end in .gz are decompressed.
+      validation_path: likewise, held out, and not trained on where `path` names the same files;
+        None: `validation_fraction` of `path`.
+      validation_fraction: share of the text held out where nothing else says what is. Of "text",
+        the last part of each document. Of "jsonl" and "tfds", whole documents, chosen by a hash
+        of their text so that more documents never move one; where there are fewer than
+        10 / validation_fraction documents, the last part of each.
+      text_field: for "jsonl" and "tfds": the field that holds the text.
+      name: for "tfds": NAME, NAME/CONFIG or either with :VERSION; without a version the newest.
+      data_dir: for "tfds": where it was prepared, None: $TFDS_DATA_DIR or ~/tensorflow_datasets;
+        without `name`, the directory of the prepared files themselves. For "pysrc": where it was
+        made; None: where token files are kept by default.
+      train_split: for "tfds": a split, or a slice such as "train[:90%]".
+      validation_split: for "tfds": likewise; None: "validation" or else "test", where the set has
+        such a split and it is not trained on, or else `validation_fraction` of train_split. For
+        "pysrc": "validation" or "test"; None: "validation".
+      documents: for "pysrc": a document is one of the "files", or of the "directories", whose files
+        follow each other in it (for long rows).
+    """
+
+    source: Literal["shakespeare", "text", "jsonl", "tfds", "pysrc"] = "shakespeare"
+    path: str | None = None
+    validation_path: str | None = None
+    validation_fraction: float = 0.05
+    text_field: str = "text"
+    name: str | None = None
+    data_dir: str | None = None
+    train_split: str = "train"
+    validation_split: str | None = None
+    documents: Literal["files", "directories"] = "files"
+
+    def __post_init__(self):
+        _check_types(self)
+        cls = type(self).__name__
+        _require(
+            0 < self.validation_fraction < 1,
+            f"{cls}.validation_fraction must be in (0, 1), got {self.validation_fraction}",
+        )
+        defaults = {field.name: field.default for field in dataclasses.fields(CorpusConfig)}
+        for name, sources in _SOURCES_OF_FIELD.items():
+            value = getattr(self, name)
+            _require(
+                value == defaults[name] or self.source in sources,
+                f"{cls}.{name} is {value!r}, but source {self.source!r} does not use it; "
+                f"{' and '.join(map(repr, sources))} would",
+            )
+            _require(value != "", f"{cls}.{name} is empty")
+        if self.source in ("text", "jsonl"):
+            _require(
+                self.path is not None,
+                f"{cls}.path must name a file, directory or glob when source is {self.source!r}",
+            )
+        if self.source == "tfds":
+            _require(
+                self.name is not None or self.data_dir is not None,
+                f"{cls}.name must name a tensorflow-datasets set, or data_dir the directory of its "
+                "prepared files, when source is 'tfds'",
+            )
+        if self.source == "pysrc":
+            _require(
+                self.validation_split in (None, "validation", "test"),
+                f"{cls}.validation_split must be 'validation' or 'test' when source is 'pysrc', "
+                f"got {self.validation_split!r}",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig(CorpusConfig):
+    """A corpus and how it is cut into rows.
+
+    Attributes:
       tokenizer: "bytes": 256 byte values and a document-start token.
       packing: "stream": documents end to end, cut every `length` tokens; "documents": documents
         (cut only where longer than a row) packed whole into rows, the rest padding.
@@ -320,33 +402,10 @@ class DataConfig:
       cache_dir: where token files are kept; None: $XDG_CACHE_HOME/modo or ~/.cache/modo.
     """
 
-    source: Literal["shakespeare", "text"] = "shakespeare"
-    path: str | None = None
-    validation_path: str | None = None
-    validation_fraction: float = 0.05
     tokenizer: Literal["bytes"] = "bytes"
     packing: Literal["stream", "documents"] = "stream"
     mask_documents: bool = True
     cache_dir: str | None = None
-
-    def __post_init__(self):
-        _check_types(self)
-        _require(
-            0 < self.validation_fraction < 1,
-            f"DataConfig.validation_fraction must be in (0, 1), got {self.validation_fraction}",
-        )
-        if self.source == "text":
-            _require(
-                self.path is not None,
-                "DataConfig.path must name a file, directory or glob when source is 'text'",
-            )
-        else:
-            for name in ("path", "validation_path"):
-                _require(
-                    getattr(self, name) is None,
-                    f"DataConfig.{name} is {getattr(self, name)!r}, but source "
-                    f"{self.source!r} reads no files; set data.source to 'text'",
-                )
 
     @property
     def separates_documents(self) -> bool:

@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from modo.errors import UserError
 
+T = TypeVar("T")
 SHARD_BYTES = 1 << 25  # about so much text is read, tokenised and kept as one piece of work
 
 
@@ -51,8 +53,8 @@ class Split:
             raise UserError(self.when_empty)
 
 
-def grouped(items: Iterable[tuple[str, int]], most: int = SHARD_BYTES) -> Iterator[list[str]]:
-    """Cuts (path, bytes) pairs into runs of about `most` bytes."""
+def grouped(items: Iterable[tuple[T, int]], most: int = SHARD_BYTES) -> Iterator[list[T]]:
+    """Cuts (item, bytes) pairs into runs of about `most` bytes."""
     run, size = [], 0
     for item, bytes_ in items:
         run.append(item)

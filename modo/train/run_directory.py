@@ -12,7 +12,7 @@ import jax
 
 from modo import config as config_lib
 from modo.config import Config
-from modo.data.source import absolute_path
+from modo.data.files import absolute_path
 from modo.errors import UserError
 
 CONFIG_FILE, LOCK_FILE = "config.json", ".lock"
@@ -98,8 +98,9 @@ def with_absolute_paths(config: Config) -> Config:
         for name in ("path", "validation_path")
         if getattr(data, name)
     }
-    if data.cache_dir:
-        paths["cache_dir"] = str(pathlib.Path(data.cache_dir).expanduser().absolute())
+    for name in ("cache_dir", "data_dir"):
+        if getattr(data, name):
+            paths[name] = str(pathlib.Path(getattr(data, name)).expanduser().absolute())
     return dataclasses.replace(config, data=dataclasses.replace(data, **paths))
 
 

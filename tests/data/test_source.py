@@ -6,7 +6,8 @@ import pytest
 
 from modo.config import DataConfig
 from modo.data import open_data
-from modo.data.source import open_corpus, read_plays, tail_start
+from modo.data.held_out import tail_start
+from modo.data.source import open_corpus, read_plays
 from modo.errors import UserError
 
 
@@ -112,7 +113,7 @@ def test_paths_that_name_nothing_are_refused(tmp_path, config):
     path = str(tmp_path / "text")
     assert refused(config) == f"data.path {path} does not exist"
     os.mkdir(path)
-    assert refused(config) == f"data.path {path} is a directory without *.txt files"
+    assert refused(config) == f"data.path {path} is a directory without *.txt or *.txt.gz files"
     glob = dataclasses.replace(config, path=path + "/*.md")
     assert refused(glob) == f"data.path {path}/*.md matches no files"
     write(tmp_path / "text" / "a.txt", "words " * 20)
@@ -160,10 +161,10 @@ def test_too_little_text_is_refused(tmp_path, config):
     assert len(open_data(whole, 16).train) == 1
     assert refused(config) == (
         f"data.validation_fraction 0.05 holds out nothing in {path}: too little text; change it "
-        "or set data.validation_path"
+        "or name what to hold out"
     )
     write(path, "🎭")
     assert refused(dataclasses.replace(config, validation_fraction=0.9)) == (
         f"data.validation_fraction 0.9 leaves nothing to train on in {path}: too little text; "
-        "change it or set data.validation_path"
+        "change it or name what to hold out"
     )

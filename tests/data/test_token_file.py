@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from modo.data.source import text_split
 from modo.data.split import Shard, Split
+from modo.data.text import text_shards
 from modo.data.token_file import default_cache_dir, open_token_file
 from modo.data.tokenizer import ByteTokenizer
 from modo.errors import UserError
@@ -88,17 +88,17 @@ def test_a_file_that_was_written_to_is_read_again(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("to be")
     cache = str(tmp_path / "cache")
-    first = open_token_file(text_split((str(text),)), ByteTokenizer(), cache)
-    again = open_token_file(text_split((str(text),)), NoTokenizer(), cache)
+    first = open_token_file(Split(text_shards((str(text),)), "no text"), ByteTokenizer(), cache)
+    again = open_token_file(Split(text_shards((str(text),)), "no text"), NoTokenizer(), cache)
     assert again.path == first.path
     times = os.stat(text)
     text.write_text("or no")  # as long as before
     os.utime(text, ns=(times.st_atime_ns, times.st_mtime_ns))
-    changed = open_token_file(text_split((str(text),)), ByteTokenizer(), cache)
+    changed = open_token_file(Split(text_shards((str(text),)), "no text"), ByteTokenizer(), cache)
     assert changed.tokens.tolist() == flat([b"or no"])
     assert changed.digest != first.digest
     text.write_text("to be")
-    back = open_token_file(text_split((str(text),)), ByteTokenizer(), cache)
+    back = open_token_file(Split(text_shards((str(text),)), "no text"), ByteTokenizer(), cache)
     assert back.digest == first.digest
 
 

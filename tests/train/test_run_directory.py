@@ -7,7 +7,7 @@ import os
 import pytest
 
 from modo.config import Config, DataConfig, ModelConfig
-from modo.data.source import find_files
+from modo.data.files import find_files
 from modo.errors import UserError
 from modo.train.load import load
 from modo.train.metrics import MetricsLog, read_metrics
