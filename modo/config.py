@@ -308,7 +308,10 @@ class DataConfig:
       validation_path: for "text": likewise, held out, and not trained on where `path` names the
         same files; None: the last `validation_fraction` of each document.
       validation_fraction: share of each document held out when there is no validation_path.
-      tokenizer: "bytes": 256 byte values and a document-start token.
+      tokenizer: "bytes": 256 byte values and a document-start token; or the path of a *.json file
+        of Hugging Face `tokenizers`, or of a *.model file of sentencepiece.
+      bos_token: the special token of that file that starts every document, such as "<s>"; None:
+        the file's own.
       packing: "stream": documents end to end, cut every `length` tokens; "documents": documents
         (cut only where longer than a row) packed whole into rows, the rest padding.
       mask_documents: tokens attend within their own document only, positions start at 0 in each.
@@ -320,7 +323,8 @@ class DataConfig:
     path: str | None = None
     validation_path: str | None = None
     validation_fraction: float = 0.05
-    tokenizer: Literal["bytes"] = "bytes"
+    tokenizer: str = "bytes"
+    bos_token: str | None = None
     packing: Literal["stream", "documents"] = "stream"
     mask_documents: bool = True
     cache_dir: str | None = None

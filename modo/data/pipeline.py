@@ -10,7 +10,7 @@ from modo.config import DataConfig
 from modo.data.rows import PackedRows, StreamRows, train_rows
 from modo.data.source import open_documents
 from modo.data.token_file import open_token_file
-from modo.data.tokenizer import ByteTokenizer, get_tokenizer
+from modo.data.tokenizer import Tokenizer, get_tokenizer
 from modo.errors import UserError
 
 Rows = StreamRows | PackedRows
@@ -27,7 +27,7 @@ class Data:
       validation: consecutive windows over the whole held-out split, the last one padded.
     """
 
-    tokenizer: ByteTokenizer
+    tokenizer: Tokenizer
     train: Rows
     validation: StreamRows
 
@@ -42,7 +42,7 @@ def open_data(config: DataConfig, length: int) -> Data:
     Raises:
       UserError: text is missing, unreadable or too short, or the cache cannot be written to.
     """
-    tokenizer = get_tokenizer(config.tokenizer)
+    tokenizer = get_tokenizer(config.tokenizer, config.bos_token)
     documents = open_documents(config)
     train = open_token_file(documents.train, tokenizer, config.cache_dir)
     validation = open_token_file(documents.validation, tokenizer, config.cache_dir)

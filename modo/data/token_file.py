@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from modo.data.tokenizer import ByteTokenizer
+from modo.data.tokenizer import Tokenizer
 from modo.errors import UserError
 
 FORMAT = f"modo tokens 1 {sys.byteorder}"
@@ -64,7 +64,7 @@ def default_cache_dir() -> str:
 
 
 def open_token_file(
-    documents: Iterable[bytes], tokenizer: ByteTokenizer, cache_dir: str | None = None
+    documents: Iterable[bytes], tokenizer: Tokenizer, cache_dir: str | None = None
 ) -> TokenFile:
     """The token file of `documents`, made first if `cache_dir` does not hold it whole.
 
@@ -98,7 +98,7 @@ def open_token_file(
     return found
 
 
-def _new_hasher(tokenizer: ByteTokenizer):
+def _new_hasher(tokenizer: Tokenizer):
     hasher = hashlib.blake2b(digest_size=16)
     hasher.update(f"{FORMAT} {tokenizer.fingerprint}".encode())
     return hasher
@@ -127,7 +127,7 @@ def _open(stem: str, dtype: str, bos_token: int) -> TokenFile | None:
     return file if np.all(file.tokens[offsets[:-1]] == bos_token) else None
 
 
-def _write(stem: str, documents: Iterable[bytes], tokenizer: ByteTokenizer, dtype: str) -> None:
+def _write(stem: str, documents: Iterable[bytes], tokenizer: Tokenizer, dtype: str) -> None:
     bos = np.array([tokenizer.bos_token], dtype)
     offsets = [0]
     hasher = _new_hasher(tokenizer)
