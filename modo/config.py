@@ -394,7 +394,10 @@ class DataConfig(CorpusConfig):
     """A corpus and how it is cut into rows.
 
     Attributes:
-      tokenizer: "bytes": 256 byte values and a document-start token.
+      tokenizer: "bytes": 256 byte values and a document-start token; or the path of a *.json file
+        of Hugging Face `tokenizers`, or of a *.model file of sentencepiece.
+      bos_token: the special token of that file that starts every document, such as "<s>"; None:
+        the file's own.
       packing: "stream": documents end to end, cut every `length` tokens; "documents": documents
         (cut only where longer than a row) packed whole into rows, the rest padding.
       mask_documents: tokens attend within their own document only, positions start at 0 in each.
@@ -402,7 +405,8 @@ class DataConfig(CorpusConfig):
       cache_dir: where token files are kept; None: $XDG_CACHE_HOME/modo or ~/.cache/modo.
     """
 
-    tokenizer: Literal["bytes"] = "bytes"
+    tokenizer: str = "bytes"
+    bos_token: str | None = None
     packing: Literal["stream", "documents"] = "stream"
     mask_documents: bool = True
     cache_dir: str | None = None

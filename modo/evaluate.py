@@ -20,6 +20,7 @@ from modo.train.cli import LineParser, not_empty, one_line_errors
 from modo.train.evaluation import Evaluation, evaluate
 from modo.train.load import load
 from modo.train.mesh import make_mesh
+from modo.train.run_tokenizer import own_tokenizer
 
 
 def evaluate_run(
@@ -39,7 +40,7 @@ def evaluate_run(
     if "predictor" in routings and depth is not None and not depth.predictor:
         raise UserError(f"routing predictor: the model in {workdir} was trained without one")
     model = load(workdir, step=step)
-    data = open_data(config.data, config.train.length)
+    data = open_data(own_tokenizer(pathlib.Path(workdir), config.data), config.train.length)
     graphdef, params = nnx.split(model)
     return {
         routing: evaluate(

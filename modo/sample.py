@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from modo.config import MAX_INT32, MAX_SEED
+from modo.data.tokenizer import TextStream
 from modo.decode import Cache, stream
 from modo.decode.sampling import Sampling
 from modo.errors import UserError
@@ -63,18 +64,15 @@ def main(arguments: Sequence[str]) -> None:
         top_p=options.top_p,
         key=jax.random.key(options.seed),
     )
-    print(options.prompt, end="", flush=True)
-    tokens, printed, times = [], 0, []
+    text = TextStream(tokenizer)
+    print(text.add(prompt), end="", flush=True)
+    count, times = 0, []
     for piece_1N, cache in pieces:
-        tokens.extend(np.asarray(piece_1N[0]).tolist())
-        times.append((len(tokens), time.perf_counter()))
-        text = tokenizer.decode(tokens)
-        # A character may have begun that the next tokens complete.
-        ready = len(text) if len(tokens) == options.tokens else len(text.rstrip("\ufffd"))
-        print(text[printed:ready], end="", flush=True)
-        printed = max(printed, ready)
+        count += piece_1N.shape[1]
+        times.append((count, time.perf_counter()))
+        print(text.add(np.asarray(piece_1N[0])), end="", flush=True)
         share = skipped_share(cache)
-    print()
+    print(text.add((), last=True))
     print(_report(times, share), file=sys.stderr)
 
 

@@ -11,7 +11,7 @@ from modo.config import DataConfig
 from modo.data.rows import PackedRows, StreamRows, train_rows
 from modo.data.source import open_corpus
 from modo.data.token_file import open_token_file
-from modo.data.tokenizer import ByteTokenizer, get_tokenizer
+from modo.data.tokenizer import Tokenizer, get_tokenizer
 from modo.errors import UserError
 
 Rows = StreamRows | PackedRows
@@ -31,7 +31,7 @@ class Data:
       digests: of the tokens of each split, the same on every machine.
     """
 
-    tokenizer: ByteTokenizer
+    tokenizer: Tokenizer
     train: Rows
     validation: StreamRows
     digests: dict[str, str]
@@ -47,7 +47,7 @@ def open_data(config: DataConfig, length: int) -> Data:
     Raises:
       UserError: text is missing, unreadable or too short, or the cache cannot be written to.
     """
-    tokenizer = get_tokenizer(config.tokenizer)
+    tokenizer = get_tokenizer(config.tokenizer, config.bos_token)
     corpus = open_corpus(config)
     train = open_token_file(corpus.train, tokenizer, config.cache_dir)
     validation = open_token_file(corpus.validation, tokenizer, config.cache_dir)

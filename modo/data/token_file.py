@@ -26,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 from modo.data.split import Shard, Split
-from modo.data.tokenizer import ByteTokenizer
+from modo.data.tokenizer import Tokenizer
 from modo.errors import UserError
 
 FORMAT = f"modo tokens 2 {sys.byteorder}"
@@ -78,7 +78,7 @@ def default_cache_dir() -> str:
 
 
 def open_token_file(
-    split: Split, tokenizer: ByteTokenizer, cache_dir: str | None = None
+    split: Split, tokenizer: Tokenizer, cache_dir: str | None = None
 ) -> TokenFile:
     """The token file of `split`, made first if `cache_dir` does not hold it whole.
 

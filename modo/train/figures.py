@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +36,11 @@ def draw_figures(
             graphdef, params, tokens_1T, positions_1T, segment_ids_1T, routing=routing
         )
         real = int((np.asarray(segment_ids_1T[0]) != 0).sum())  # padding is at the end
-        characters = [data.tokenizer.decode([t]) for t in np.asarray(tokens_1T[0, :real])]
+        texts = [data.tokenizer.decode([t]) for t in np.asarray(tokens_1T[0, :real])]
         paths.append(
             routing_map(
                 np.asarray(routed_L1T[:, 0, :real]),
-                characters,
+                texts,
                 config.model.routed_layers,
                 routing,
                 directory / "routing.png",
@@ -134,7 +135,7 @@ def loss_curve(workdir: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
 
 def routing_map(
     routed_LT: np.ndarray,
-    characters: list[str],
+    texts: list[str],
     layers: tuple[int, ...],
     routing: str,
     path: pathlib.Path,
@@ -142,16 +143,25 @@ def routing_map(
     """Which tokens each routed layer computed, along a passage: filled cells under the text."""
     width, lines = 64, min(4, -(-routed_LT.shape[1] // 64))
     routed_LT = routed_LT[:, : width * lines]
-    height = 0.6 + 0.16 * len(layers)
+    # Fonts have no picture of control characters, and ours none of many others.
+    labels = [re.sub(r"[^\x20-\u04ff\ufffd]|[\x7f-\xa0]", " ", t.replace("\n", "¶")) for t in texts]
+    longest = min(8, max(map(len, labels[: width * lines])))
+    height = 0.6 + 0.16 * len(layers) + (0.09 * longest if longest > 1 else 0)
     figure, axes = _new_figure(lines, 1, (12, 0.6 + height * lines))
     for line in range(lines):
         axis, part = axes[line, 0], slice(line * width, (line + 1) * width)
         axis.imshow(
             routed_LT[:, part], aspect="auto", cmap="Blues", vmin=0, vmax=1.3, interpolation="none"
         )
-        # Fonts have no picture of control characters.
-        text = ["¶" if c == "\n" else c if c.isprintable() else " " for c in characters[part]]
-        axis.set_xticks(range(len(text)), text, fontfamily="monospace")
+        text = [label[:longest] for label in labels[part]]
+        rotation = 90 if longest > 1 else 0  # tokens of several characters stand on end
+        axis.set_xticks(
+            range(len(text)),
+            text,
+            rotation=rotation,
+            fontfamily="monospace",
+            parse_math=False,
+        )
         axis.xaxis.tick_top()
         axis.set_yticks(range(len(layers)), [str(layer) for layer in layers])
         axis.tick_params(length=0)

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from modo.data.tokenizer import ByteTokenizer, get_tokenizer
+from modo.data.tokenizer import Tokenizer, get_tokenizer
 from modo.errors import UserError
 from modo.nn.decoder import Decoder
 from modo.train import checkpoint, run_directory
+from modo.train.run_tokenizer import own_tokenizer
 
 
 def load(workdir: str | pathlib.Path, *, step: int | None = None) -> Decoder:
@@ -45,10 +46,19 @@ def load(workdir: str | pathlib.Path, *, step: int | None = None) -> Decoder:
         return nnx.merge(graphdef, checkpoint.restore_params(manager, step, params))
 
 
-def load_tokenizer(workdir: str | pathlib.Path) -> ByteTokenizer:
-    """The tokenizer that a run was trained with.
+def load_tokenizer(workdir: str | pathlib.Path) -> Tokenizer:
+    """The tokenizer that a run was trained with, from the copy in its workdir.
 
     Raises:
-      UserError: workdir holds no run.
+      UserError: workdir holds no run, the copy is missing or damaged, or its package is.
     """
-    return get_tokenizer(run_directory.read_config(pathlib.Path(workdir)).data.tokenizer)
+    workdir = pathlib.Path(workdir)
+    config = run_directory.read_config(workdir)
+    data = own_tokenizer(workdir, config.data)
+    tokenizer = get_tokenizer(data.tokenizer, data.bos_token)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"{data.tokenizer} has {tokenizer.vocab_size} tokens, more than the model's "
+            f"{config.model.vocab_size}: it is not the one that the run was trained with"
+        )
+    return tokenizer

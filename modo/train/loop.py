@@ -18,6 +18,7 @@ from modo.train.mesh import batch_sharding, check_divides, make_mesh, place_batc
 from modo.train.metrics import MetricsLog
 from modo.train.optimizer import learning_rate_schedule
 from modo.train.report import write_report
+from modo.train.run_tokenizer import check_same_tokenizer, write_tokenizer
 from modo.train.step import TrainState, init_state, make_state, make_train_step
 
 
@@ -30,7 +31,7 @@ def run(config: Config, workdir: str | pathlib.Path) -> TrainState:
 
     Args:
       config: the experiment.
-      workdir: gets config.json, metrics.jsonl, checkpoints/ and figures/.
+      workdir: gets config.json, metrics.jsonl, checkpoints/, figures/ and the tokenizer's file.
 
     Returns:
       The state after the last step.
@@ -53,6 +54,7 @@ def run(config: Config, workdir: str | pathlib.Path) -> TrainState:
     run_directory.make_workdir(workdir)
     with run_directory.locked(workdir):
         run_directory.check_same_training(workdir, config)
+        check_same_tokenizer(workdir, config.data.tokenizer, data.tokenizer)
         return _run(config, workdir, mesh, data)
 
 
@@ -70,6 +72,7 @@ def _run(config: Config, workdir: pathlib.Path, mesh, data: Data) -> TrainState:
     )
     with contextlib.closing(log):
         # Nothing refuses the run any more: only now does the workdir become this config's.
+        write_tokenizer(workdir, data.tokenizer)
         run_directory.write_config(workdir, config)
         for line in checkpoint.set_aside_broken_steps(workdir):
             log.say(line)

@@ -29,6 +29,7 @@ FREE_FIELDS = (
     "mesh.fsdp",
     "mesh.tensor",
     "data.cache_dir",
+    "data.tokenizer",  # what the file holds may not: run_tokenizer.check_same_tokenizer
     "model.moba.implementation",
     "model.remat",
     "model.loss_chunk",
@@ -98,9 +99,16 @@ def with_absolute_paths(config: Config) -> Config:
         for name in ("path", "validation_path")
         if getattr(data, name)
     }
+<<<<<<< HEAD
     for name in ("cache_dir", "data_dir"):
         if getattr(data, name):
             paths[name] = str(pathlib.Path(getattr(data, name)).expanduser().absolute())
+=======
+    if data.tokenizer != "bytes":
+        paths["tokenizer"] = str(pathlib.Path(data.tokenizer).expanduser().absolute())
+    if data.cache_dir:
+        paths["cache_dir"] = str(pathlib.Path(data.cache_dir).expanduser().absolute())
+>>>>>>> tokenizer
     return dataclasses.replace(config, data=dataclasses.replace(data, **paths))
 
 

@@ -296,6 +296,8 @@ def test_every_token_can_be_drawn(tmp_path):
     for start in (0, 1):
         part = characters[start : start + 256]
         figures.routing_map(np.zeros((1, 256), bool), part, (1,), "top_k", tmp_path / "a.png")
+    words = [" the", "$^$", "\n\n", "", "蔵🎭", "\ufffd", "\r\n\t\x85", "wonderfully", "é"]
+    figures.routing_map(np.zeros((1, 9), bool), words, (1,), "top_k", tmp_path / "a.png")
 
 
 @pytest.mark.parametrize("heads", [1, 4])
