@@ -513,6 +513,10 @@ class TrainConfig:
       checkpoint_every: steps between checkpoints; the last step is always saved.
       keep_checkpoints: the newest checkpoints kept, beside the best.
       log_every: steps between lines of metrics.jsonl and of the plain log.
+      tensorboard: also write the metrics as TensorBoard's event files (extra "tensorboard").
+      profile_start: the first step to trace with jax.profiler; None: no profile. A session's first
+        step compiles.
+      profile_steps: how many steps are traced.
     """
 
     steps: int = 1000
@@ -529,12 +533,15 @@ class TrainConfig:
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
     log_every: int = 10
+    tensorboard: bool = False
+    profile_start: int | None = None
+    profile_steps: int = 3
 
     def __post_init__(self):
         _check_types(self)
         _require_at_least(
             self, 1, "steps", "batch_size", "length", "accumulation", "eval_batch_size",
-            "checkpoint_every", "keep_checkpoints", "log_every",
+            "checkpoint_every", "keep_checkpoints", "log_every", "profile_start", "profile_steps",
         )  # fmt: skip
         _require_at_least(self, 0, "z_loss", "eval_every")
         _require_int32(self, "steps")
@@ -548,6 +555,13 @@ class TrainConfig:
             f"{self.batch_size}",
         )
         _require(len(self.eval_routings) > 0, "TrainConfig.eval_routings is empty")
+        if self.profile_start is not None:
+            last = self.profile_start + self.profile_steps - 1
+            _require(
+                last <= self.steps,
+                f"TrainConfig: profile_start {self.profile_start} and profile_steps "
+                f"{self.profile_steps} end at step {last}, past steps {self.steps}",
+            )
 
 
 @dataclasses.dataclass(frozen=True)

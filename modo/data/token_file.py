@@ -77,9 +77,7 @@ def default_cache_dir() -> str:
     return os.path.join(os.path.expanduser(base), "modo")
 
 
-def open_token_file(
-    split: Split, tokenizer: Tokenizer, cache_dir: str | None = None
-) -> TokenFile:
+def open_token_file(split: Split, tokenizer: Tokenizer, cache_dir: str | None = None) -> TokenFile:
     """The token file of `split`, made first if `cache_dir` does not hold it whole.
 
     Shards are tokenised at the same time, as many as there are cores, and those that were done

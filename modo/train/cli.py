@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import importlib.util
 import io
 import logging
@@ -27,11 +28,12 @@ def one_line_errors() -> Iterator[None]:
     """Prints a UserError as one line and exits with status 2; Ctrl-C exits with 130.
 
     A reader of our output that leaves, such as `head`, ends the program without a word. Kept off
-    the screen: Orbax's remarks on its own options, logged as warnings, and the tracebacks of
-    TensorStore's threads, whose reads may fail after a first failure was raised here already.
+    the screen: Orbax's remarks on its own options, its log of errors that it raises as well, and
+    the tracebacks of TensorStore's threads, whose reads may fail after a first failure was raised
+    here already.
     """
     sys.unraisablehook = _quiet_about_closed_loops
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     if sys.stdout is not None:  # as it is after `>&-`
         sys.stdout.reconfigure(errors="replace")  # what an ASCII terminal cannot show
     try:
@@ -45,9 +47,20 @@ def one_line_errors() -> Iterator[None]:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:
-        # Python flushes stdout once more as it exits, and would complain then.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         raise SystemExit(1) from None
+    except OSError as error:
+        # Every file of a run is named where it is written: this one is the output, as in > FILE.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+            raise
+        _drop_output()
+        print(f"error: cannot write output: {error.strerror}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _drop_output() -> None:
+    """Python flushes stdout once more as it exits, and would complain then."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def not_empty(value: str) -> str:
@@ -121,7 +134,9 @@ def parse_train_arguments(arguments: Sequence[str], prog: str = "train.py"):
         add_help=False,
         allow_abbrev=False,
         usage=f"python {prog} --config NAME --workdir DIR [--train.steps 200 ...]",
-        description="Train a model. Running it again in the same workdir resumes.",
+        description="Train a model. Running it again in the same workdir resumes. SIGTERM saves a "
+        "checkpoint and ends it with status 0, a second one at once; so does Ctrl-C, without "
+        "saving, with status 130.",
     )
     parser.add_argument("--config", help=f"one of {', '.join(config_names())}, or a .py file")
     parser.add_argument("--workdir", type=not_empty, help="where the run keeps its files")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -91,8 +92,16 @@ def eval_sums(
 
 
 def evaluate(
-    graphdef, params, rows: Rows, mesh: Mesh, *, routing: str, batch_size: int, seed: int = 0
-) -> Evaluation:
+    graphdef,
+    params,
+    rows: Rows,
+    mesh: Mesh,
+    *,
+    routing: str,
+    batch_size: int,
+    seed: int = 0,
+    stop: Callable[[], bool] | None = None,
+) -> Evaluation | None:
     """Evaluates on every row once; every token with a weight counts once.
 
     Args:
@@ -103,6 +112,7 @@ def evaluate(
       batch_size: rows a batch, rounded up to a multiple of the devices that share them. It changes
         speed and memory, not the result.
       seed: of the random control.
+      stop: asked before every batch; where it is true, the evaluation ends and is None.
     """
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     batch_size = -(-min(batch_size, len(rows)) // shards) * shards
@@ -114,6 +124,8 @@ def evaluate(
         process_count=jax.process_count(),
     )
     for number, batch in enumerate(batches):
+        if stop is not None and stop():
+            return None
         batch = place_batch(batch, sharding)
         sums = eval_sums(graphdef, params, batch, key, number * batch_size, routing=routing)
         for name, value in jax.device_get(sums).items():

@@ -7,19 +7,26 @@ import pathlib
 import time
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh
+from orbax.checkpoint import CheckpointManager
 
 from modo import flops
-from modo.config import Config
+from modo.config import Config, TrainConfig
 from modo.data import Data, open_data, train_batches
 from modo.errors import UserError
-from modo.train import checkpoint, run_directory
-from modo.train.evaluation import Evaluation, evaluate
+from modo.train import checkpoint, run_directory, tensorboard
+from modo.train.evaluation import evaluate
 from modo.train.mesh import batch_sharding, check_divides, make_mesh, place_batch
-from modo.train.metrics import MetricsLog
+from modo.train.metrics import MetricsLog, read_metrics, select
 from modo.train.optimizer import learning_rate_schedule
+from modo.train.profiling import ProfilingWindow
 from modo.train.report import write_report
 from modo.train.run_tokenizer import check_same_tokenizer, write_tokenizer
 from modo.train.step import TrainState, init_state, make_state, make_train_step
+from modo.train.stop import Stopped, StopRequest, stop_on_sigterm
 
 
 class LossNotFinite(UserError):
@@ -29,18 +36,29 @@ class LossNotFinite(UserError):
 def run(config: Config, workdir: str | pathlib.Path) -> TrainState:
     """Trains `config` in `workdir`, going on from the newest checkpoint there is.
 
+    While it runs in the main thread, SIGTERM finishes the step in flight, saves it and raises
+    `modo.train.stop.Stopped`, a SystemExit of status 0; a second one ends the process at once.
+
     Args:
       config: the experiment.
-      workdir: gets config.json, metrics.jsonl, checkpoints/, figures/ and the tokenizer's file.
+      workdir: gets config.json, metrics.jsonl, checkpoints/, figures/ and the tokenizer's file;
+        where asked for, tensorboard/ and profile/.
 
     Returns:
       The state after the last step.
 
     Raises:
       UserError: config, data, mesh or workdir do not fit together, or another run is writing to
-        workdir: then nothing there has changed. Or a loss that is not finite.
+        workdir: then nothing there has changed. Or something that is not finite, or a disk that
+        takes no more: then the last checkpoint is there still.
     """
-    workdir = pathlib.Path(workdir)
+    with stop_on_sigterm() as stop:
+        return _open_and_run(config, pathlib.Path(workdir), stop)
+
+
+def _open_and_run(config: Config, workdir: pathlib.Path, stop: StopRequest) -> TrainState:
+    if config.train.tensorboard:
+        tensorboard.check_installed()
     mesh = make_mesh(config.mesh)
     check_divides(config, mesh)
     data = open_data(config.data, config.train.length)
@@ -55,20 +73,25 @@ def run(config: Config, workdir: str | pathlib.Path) -> TrainState:
     with run_directory.locked(workdir):
         run_directory.check_same_training(workdir, config)
         check_same_tokenizer(workdir, config.data.tokenizer, data.tokenizer)
-        return _run(config, workdir, mesh, data)
+        return _run(config, workdir, mesh, data, stop)
 
 
-def _run(config: Config, workdir: pathlib.Path, mesh, data: Data) -> TrainState:
+def _run(config: Config, workdir: pathlib.Path, mesh, data: Data, stop: StopRequest) -> TrainState:
     """Restores, trains and reports, in a workdir that is locked and fits the config."""
     graphdef, abstract_state = make_state(config, mesh)
     state = checkpoint.restore_newest(workdir, abstract_state)
     start = 0 if state is None else int(state.step)
     if start > config.train.steps:
         raise UserError(
-            f"workdir {workdir} is at step {start}, past train.steps {config.train.steps}"
+            f"workdir {workdir} is at step {start}, past train.steps {config.train.steps}; set "
+            f"--train.steps to {start} or more, or use another workdir"
         )
     log = MetricsLog(
-        workdir, start_step=start, steps=config.train.steps, enabled=jax.process_index() == 0
+        workdir,
+        start_step=start,
+        steps=config.train.steps,
+        enabled=jax.process_index() == 0,
+        events=config.train.tensorboard,
     )
     with contextlib.closing(log):
         # Nothing refuses the run any more: only now does the workdir become this config's.
@@ -80,13 +103,33 @@ def _run(config: Config, workdir: pathlib.Path, mesh, data: Data) -> TrainState:
             state = init_state(config, abstract_state)
         log.say(_describe(config, workdir, mesh, data, start))
         step = make_train_step(graphdef, config, mesh, abstract_state)
-        with checkpoint.open_manager(
-            workdir, keep=config.train.keep_checkpoints, best_metric=eval_routings(config)[0]
-        ) as manager:
-            state, seconds = _train(config, mesh, data, graphdef, state, step, manager, log)
-            manager.wait_until_finished()
+        with (
+            stop.deferred(),
+            checkpoint.saving(
+                workdir, keep=config.train.keep_checkpoints, best_metric=eval_routings(config)[0]
+            ) as manager,
+        ):
+            session = _Session(config, workdir, mesh, data, graphdef, manager, log, stop)
+            state, seconds = _train(session, state, step)
+            stop.step = int(state.step)
+        if stop.noted():
+            raise Stopped
         write_report(config, workdir, data, graphdef, state, mesh, log, seconds)
     return state
+
+
+@dataclasses.dataclass(frozen=True)
+class _Session:
+    """What a run has open while it trains."""
+
+    config: Config
+    workdir: pathlib.Path
+    mesh: Mesh
+    data: Data
+    graphdef: nnx.GraphDef
+    manager: CheckpointManager
+    log: MetricsLog
+    stop: StopRequest
 
 
 def eval_routings(config: Config) -> tuple[str, ...]:
@@ -114,38 +157,56 @@ def _describe(config: Config, workdir, mesh, data: Data, start: int) -> str:
         f"{len(data.train) * train.length:,} training tokens, {len(data.validation):,} held-out "
         f"rows of {train.length}; {train.batch_size} rows a step",
     ]
+    if train.batch_size > len(data.train):
+        lines.append(
+            f"note: train.batch_size {train.batch_size} is more than the {len(data.train)} rows to "
+            "train on: a step sees some of them more than once"
+        )
     begin = f"resuming at step {start}" if start else "starting"
     return "\n".join([*lines, f"{begin} in {workdir}, {train.steps} steps"])
 
 
-def _train(config, mesh, data, graphdef, state, train_step, manager, log):
+def _train(session: _Session, state, train_step):
     """(state after the last step, seconds a step of each line but the one with compilation)."""
+    config, log, stop = session.config, session.log, session.stop
     train = config.train
-    start = int(state.step)
+    start = saved = int(state.step)
     batches = train_batches(
-        data.train,
+        session.data.train,
         seed=train.seed,
         batch_size=train.batch_size,
         start_step=start,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
     )
-    sharding = batch_sharding(mesh)
+    sharding = batch_sharding(session.mesh)
     schedule = learning_rate_schedule(config.optimizer, config.optimizer.learning_rate, train.steps)
-    peak = flops.peak_flops(mesh.devices.flatten()[0]) * mesh.devices.size
+    peak = flops.peak_flops(session.mesh.devices.flatten()[0]) * session.mesh.devices.size
     segments = config.data.separates_documents
     step_flops = flops.train_step(config.model, train.batch_size, train.length, segments=segments)
+    profile = ProfilingWindow(
+        session.workdir / "profile", train.profile_start, train.profile_steps, log.say
+    )
+    if _lacks_evaluation(session.workdir, train, start):
+        _evaluate(session, state)
     pending, clock, since = None, time.perf_counter(), start
     all_seconds = []
 
-    with contextlib.closing(batches):
+    with contextlib.closing(batches), contextlib.closing(profile):
         for number in range(start + 1, train.steps + 1):
+            if stop.noted_at(number - 1):
+                break
             batch = next(batches)
             if not segments:  # one document a row, no padding: plain causal attention
                 del batch["positions_BT"], batch["segment_ids_BT"]
             batch = place_batch(batch, sharding)
-            with jax.transfer_guard("disallow"):
+            profile.before(number, state)
+            with (
+                jax.profiler.StepTraceAnnotation("train", step_num=number),
+                jax.transfer_guard("disallow"),
+            ):
                 state, metrics = train_step(state, batch)
+            profile.after(number, state)
             if pending is not None:  # a step behind, so that the device never waits for us
                 _check_finite(pending, number - 1)
             pending = metrics
@@ -166,30 +227,60 @@ def _train(config, mesh, data, graphdef, state, train_step, manager, log):
                 clock, since = time.perf_counter(), number
             log.advance(number, text)
 
-            evaluate_now = number == train.steps or (
-                train.eval_every and number % train.eval_every == 0
-            )
             losses = None
-            if evaluate_now:
-                losses = {
-                    routing: _evaluate(config, mesh, data, graphdef, state, routing, log).loss
-                    for routing in eval_routings(config)
-                }
-            if number % train.checkpoint_every == 0 or number == train.steps or evaluate_now:
+            if _evaluates_at(train, number):
                 _check_finite(jax.device_get(pending), number)
-                checkpoint.save(manager, state, losses)
-            if evaluate_now:  # its time is not the step's
-                clock, since = time.perf_counter(), number
+                losses = _evaluate(session, state)
+                clock, since = time.perf_counter(), number  # its time is not the step's
+            if number % train.checkpoint_every == 0 or _evaluates_at(train, number):
+                _save(session, pending, state, losses)
+                saved = number
+            checkpoint.check(session.manager)
+    if int(state.step) != saved:
+        _save(session, pending, state, None)
     return state, all_seconds
+
+
+def _evaluates_at(train: TrainConfig, step: int) -> bool:
+    return step == train.steps or (train.eval_every > 0 and step % train.eval_every == 0)
+
+
+def _lacks_evaluation(workdir: pathlib.Path, train: TrainConfig, step: int) -> bool:
+    """Whether SIGTERM came before the evaluation of `step` was made."""
+    if step == 0 or not _evaluates_at(train, step):
+        return False
+    return all(record["step"] != step for record in select(read_metrics(workdir), "eval"))
+
+
+def _save(session: _Session, metrics: dict, state, losses: dict | None) -> None:
+    """Saves what is finite, and nothing else."""
+    step = int(state.step)
+    _check_finite(jax.device_get(metrics), step)
+    if not _all_finite(state):
+        raise _not_finite(f"parameters or the optimizer's state are not finite after step {step}")
+    checkpoint.save(session.manager, state, losses)
+
+
+@jax.jit
+def _all_finite(state: TrainState) -> Array:
+    """A bool scalar."""
+    leaves = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in leaves]))
 
 
 def _check_finite(metrics: dict, step: int) -> None:
     if not float(metrics["finite"]):
-        raise LossNotFinite(
+        raise _not_finite(
             f"loss or gradients are not finite at step {step} (loss {float(metrics['loss'])}, "
-            f"gradient norm {float(metrics['gradient_norm'])}); the last checkpoint is kept; "
-            "try a smaller optimizer.learning_rate in another workdir"
+            f"gradient norm {float(metrics['gradient_norm'])})"
         )
+
+
+def _not_finite(what: str) -> LossNotFinite:
+    return LossNotFinite(
+        f"{what}; the last checkpoint is kept; try a smaller optimizer.learning_rate in another "
+        "workdir"
+    )
 
 
 def _record(metrics, step, schedule, seconds, train, step_flops, peak) -> dict:
@@ -211,19 +302,32 @@ def _progress(record: dict) -> str:
     return text + (f"  MFU {record['mfu']:.1%}" if "mfu" in record else "")
 
 
-def _evaluate(config, mesh, data, graphdef, state, routing, log) -> Evaluation:
-    result = evaluate(
-        graphdef,
-        state.params,
-        data.validation,
-        mesh,
-        routing=routing,
-        batch_size=config.train.eval_batch_size,
-        seed=config.train.seed,
-    )
-    step = int(state.step)
-    record = dataclasses.asdict(result)
-    record |= record.pop("statistics")
-    log.write({"step": step, "split": "eval", **record})
-    log.say(f"step {step}  held-out loss {result.loss:.4f} nats a token, routing {routing}")
-    return result
+def _evaluate(session: _Session, state) -> dict[str, float] | None:
+    """Held-out losses under each routing; None, and no line of them, where the run is to stop."""
+    config, step = session.config, int(state.step)
+    results = []
+    for routing in eval_routings(config):
+        results.append(
+            evaluate(
+                session.graphdef,
+                state.params,
+                session.data.validation,
+                session.mesh,
+                routing=routing,
+                batch_size=config.train.eval_batch_size,
+                seed=config.train.seed,
+                stop=session.stop.noted,
+            )
+        )
+        if results[-1] is None:
+            return None
+        if not math.isfinite(results[-1].loss):
+            raise _not_finite(f"held-out loss is not finite at step {step}, routing {routing}")
+    for result in results:
+        record = dataclasses.asdict(result)
+        record |= record.pop("statistics")
+        session.log.write({"step": step, "split": "eval", **record})
+        session.log.say(
+            f"step {step}  held-out loss {result.loss:.4f} nats a token, routing {result.routing}"
+        )
+    return {result.routing: result.loss for result in results}

@@ -1,5 +1,6 @@
 """What a run reports: metrics.jsonl, a progress bar on a terminal, plain lines elsewhere."""
 
+import contextlib
 import json
 import pathlib
 import sys
@@ -7,6 +8,7 @@ import sys
 from tqdm import tqdm
 
 from modo.errors import UserError
+from modo.train import tensorboard
 from modo.train.run_directory import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
@@ -56,31 +58,58 @@ class MetricsLog:
       start_step: updates made so far; later lines, of steps to be made again, are dropped.
       steps: updates of the whole run.
       enabled: False on all processes but the first.
+      events: also write TensorBoard's event files, into workdir/tensorboard.
 
     Raises:
-      UserError: metrics.jsonl cannot be read or written.
+      UserError: metrics.jsonl cannot be read or written; of `write` too.
     """
 
-    def __init__(self, workdir: pathlib.Path, *, start_step: int, steps: int, enabled: bool = True):
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        *,
+        start_step: int,
+        steps: int,
+        enabled: bool = True,
+        events: bool = False,
+    ):
         self.enabled = enabled
         self.bar = None
+        self.files = contextlib.ExitStack()
         if not enabled:
             return
-        path = workdir / METRICS_FILE
+        self.path = workdir / METRICS_FILE
         kept = [r for r in read_metrics(workdir) if r["step"] <= start_step]
-        try:
-            write_atomically(path, "".join(json.dumps(r) + "\n" for r in kept))
-            self.file = path.open("a", buffering=1)
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}") from None
+        write_atomically(self.path, "".join(json.dumps(r) + "\n" for r in kept))
+        with self._one_line():
+            self.file = self.files.enter_context(self.path.open("a", buffering=1))
+        self.events = None
+        if events:
+            directory = workdir / "tensorboard"
+            with self._one_line(directory):
+                self.events = tensorboard.EventLog(directory, start_step=start_step)
+                self.files.callback(self.events.close)
         if sys.stderr.isatty():
             self.bar = tqdm(initial=start_step, total=steps, unit="step", dynamic_ncols=True)
         self.steps = steps
 
     def write(self, record: dict) -> None:
         """Appends one line: "step", "split", then numbers."""
-        if self.enabled:
+        if not self.enabled:
+            return
+        with self._one_line():
             self.file.write(json.dumps(record) + "\n")
+        if self.events is not None:
+            with self._one_line(self.path.parent / "tensorboard"):
+                self.events.write(record)
+
+    @contextlib.contextmanager
+    def _one_line(self, path: pathlib.Path | None = None):
+        """An OSError of `path`, or of metrics.jsonl, as a UserError."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"{path or self.path}: {error.strerror}") from None
 
     def advance(self, step: int, text: str | None) -> None:
         """Moves the bar on; `text`, the newest figures, shows beside it or as a plain line."""
@@ -103,7 +132,8 @@ class MetricsLog:
             print(text, flush=True)
 
     def close(self) -> None:
-        if self.enabled:
-            self.file.close()
+        # What a full disk did not take was reported when it was written.
+        with contextlib.suppress(OSError):
+            self.files.close()
         if self.bar is not None:
             self.bar.close()

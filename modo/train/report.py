@@ -8,6 +8,7 @@ import jax
 
 from modo import flops
 from modo.config import Config
+from modo.errors import UserError
 from modo.train.evaluation import evaluate
 from modo.train.figures import draw_figures
 from modo.train.metrics import read_metrics, select
@@ -26,6 +27,9 @@ def write_report(
     """Prints the table of a finished run and draws its figures.
 
     step_seconds are of this session's steps, compiled; empty where there were none.
+
+    Raises:
+      UserError: a figure cannot be written.
     """
     step = int(state.step)
     records = select(read_metrics(workdir), "eval")
@@ -43,7 +47,13 @@ def write_report(
         evaluations["router"] = {"loss": result.loss, **result.statistics}
     log.say(_table(config, evaluations, step_seconds))
     if jax.process_index() == 0:
-        paths = draw_figures(config, workdir, data, graphdef, state.params)
+        try:
+            paths = draw_figures(config, workdir, data, graphdef, state.params)
+        except OSError as error:
+            raise UserError(
+                f"the run is finished and saved, but its figures cannot be written to "
+                f"{workdir / 'figures'}: {error.strerror}; mend it and run again"
+            ) from None
         log.say("figures: " + ", ".join(str(path) for path in paths))
 
 

@@ -15,7 +15,8 @@ from modo.config import Config
 from modo.data.files import absolute_path
 from modo.errors import UserError
 
-CONFIG_FILE, LOCK_FILE = "config.json", ".lock"
+CONFIG_FILE, DATA_FILE, LOCK_FILE = "config.json", "data.json", ".lock"
+DIRECTORIES = ("checkpoints", "figures", "tensorboard", "profile")
 # Fields that may change while a run goes on: none decides what is trained.
 FREE_FIELDS = (
     "train.steps",
@@ -25,6 +26,9 @@ FREE_FIELDS = (
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.log_every",
+    "train.tensorboard",
+    "train.profile_start",
+    "train.profile_steps",
     "mesh.data",
     "mesh.fsdp",
     "mesh.tensor",
@@ -37,10 +41,22 @@ FREE_FIELDS = (
 
 
 def write_atomically(path: pathlib.Path, text: str) -> None:
-    """Writes a small file so that a reader, or a kill, finds the old one or the new one."""
+    """Writes a small file so that a reader, or a kill, finds the old one or the new one.
+
+    Raises:
+      UserError: it cannot be written, as on a full disk; the old one is there still.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise UserError(f"{path}: {error.strerror}") from None
 
 
 def make_workdir(workdir: pathlib.Path) -> None:
@@ -56,11 +72,11 @@ def make_workdir(workdir: pathlib.Path) -> None:
         )
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        for name in ("checkpoints", "figures"):
+        for name in DIRECTORIES:
             path = workdir / name
             if path.exists() and not path.is_dir():
                 raise UserError(f"{path} is not a directory; move it away or use another workdir")
-        for path in (workdir, workdir / "checkpoints", workdir / "figures"):
+        for path in (workdir, *(workdir / name for name in DIRECTORIES)):
             if path.exists() and not os.access(path, os.W_OK | os.X_OK):
                 raise UserError(f"{path} cannot be written to")
     except OSError as error:
@@ -99,16 +115,11 @@ def with_absolute_paths(config: Config) -> Config:
         for name in ("path", "validation_path")
         if getattr(data, name)
     }
-<<<<<<< HEAD
     for name in ("cache_dir", "data_dir"):
         if getattr(data, name):
             paths[name] = str(pathlib.Path(getattr(data, name)).expanduser().absolute())
-=======
     if data.tokenizer != "bytes":
         paths["tokenizer"] = str(pathlib.Path(data.tokenizer).expanduser().absolute())
-    if data.cache_dir:
-        paths["cache_dir"] = str(pathlib.Path(data.cache_dir).expanduser().absolute())
->>>>>>> tokenizer
     return dataclasses.replace(config, data=dataclasses.replace(data, **paths))
 
 
@@ -146,6 +157,40 @@ def check_same_training(workdir: pathlib.Path, config: Config) -> None:
     if differences:
         raise UserError(
             f"workdir {workdir} holds another run: {'; '.join(differences)}; use another workdir"
+        )
+
+
+def check_same_data(workdir: pathlib.Path, digests: dict[str, str]) -> None:
+    """Writes data.json, what the run in workdir trains on, or checks that it is this.
+
+    Args:
+      workdir: of the run.
+      digests: of the contents of each split, by name.
+
+    Raises:
+      UserError: the run was begun on other data, or data.json cannot be read or written.
+    """
+    path = workdir / DATA_FILE
+    try:
+        old = json.loads(path.read_bytes().decode())
+    except FileNotFoundError:
+        if jax.process_index() == 0:
+            write_atomically(path, json.dumps(digests, indent=2) + "\n")
+        return
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except ValueError:  # neither UTF-8 nor JSON
+        old = None
+    if not isinstance(old, dict):
+        raise UserError(
+            f"{path} is damaged: it is not a JSON object; if the data are still those that the run "
+            "was begun on, remove it"
+        )
+    changed = [name for name, _, _ in _differences(old, digests, "")]
+    if changed:
+        raise UserError(
+            f"the data changed since the run in workdir {workdir} was begun: {', '.join(changed)} "
+            f"of {path}; put the old data back or use another workdir"
         )
 
 
