@@ -341,6 +341,8 @@ class CorpusConfig:
         "pysrc": "validation" or "test"; None: "validation".
       documents: for "pysrc": a document is one of the "files", or of the "directories", whose files
         follow each other in it (for long rows).
+      weight: in a mixture, the share of rows that come from this corpus is its weight over the
+        sum of weights.
     """
 
     source: Literal["shakespeare", "text", "jsonl", "tfds", "pysrc"] = "shakespeare"
@@ -353,6 +355,7 @@ class CorpusConfig:
     train_split: str = "train"
     validation_split: str | None = None
     documents: Literal["files", "directories"] = "files"
+    weight: float = 1.0
 
     def __post_init__(self):
         _check_types(self)
@@ -360,6 +363,10 @@ class CorpusConfig:
         _require(
             0 < self.validation_fraction < 1,
             f"{cls}.validation_fraction must be in (0, 1), got {self.validation_fraction}",
+        )
+        _require(
+            0 < self.weight < math.inf,
+            f"{cls}.weight must be positive and finite, got {self.weight}",
         )
         defaults = {field.name: field.default for field in dataclasses.fields(CorpusConfig)}
         for name, sources in _SOURCES_OF_FIELD.items():
@@ -391,9 +398,11 @@ class CorpusConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig(CorpusConfig):
-    """A corpus and how it is cut into rows.
+    """A corpus, or a mixture of several, and how it is cut into rows.
 
     Attributes:
+      mixture: corpora beside this one. Every row is of one corpus; each corpus is repeated as
+        often as its weight needs. All that they hold out is evaluated on.
       tokenizer: "bytes": 256 byte values and a document-start token; or the path of a *.json file
         of Hugging Face `tokenizers`, or of a *.model file of sentencepiece.
       bos_token: the special token of that file that starts every document, such as "<s>"; None:
@@ -405,11 +414,17 @@ class DataConfig(CorpusConfig):
       cache_dir: where token files are kept; None: $XDG_CACHE_HOME/modo or ~/.cache/modo.
     """
 
+    mixture: tuple[CorpusConfig, ...] = ()
     tokenizer: str = "bytes"
     bos_token: str | None = None
     packing: Literal["stream", "documents"] = "stream"
     mask_documents: bool = True
     cache_dir: str | None = None
+
+    @property
+    def corpora(self) -> tuple[CorpusConfig, ...]:
+        """All that rows come from."""
+        return self, *self.mixture
 
     @property
     def separates_documents(self) -> bool:
@@ -589,7 +604,10 @@ def _from_value(hint, value):
         for cls in (hint, *typing.get_args(hint)):
             if dataclasses.is_dataclass(cls):
                 return _from_dict(cls, value)
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        item_hint = next(iter(typing.get_args(hint)), None)
+        return tuple(_from_value(item_hint, item) for item in value)
+    return value
 
 
 def _from_dict(cls, values: dict):

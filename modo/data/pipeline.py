@@ -2,19 +2,20 @@
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import grain
 import numpy as np
 
 from modo.config import DataConfig
-from modo.data.rows import PackedRows, StreamRows, train_rows
+from modo.data.rows import JoinedRows, PackedRows, StreamRows, train_rows
 from modo.data.source import open_corpus
 from modo.data.token_file import open_token_file
 from modo.data.tokenizer import Tokenizer, get_tokenizer
 from modo.errors import UserError
 
-Rows = StreamRows | PackedRows
+Rows = StreamRows | PackedRows | JoinedRows
 Batch = dict[str, np.ndarray]
 # Of one read: about so many tokens, and at most so many batches.
 _READ_TOKENS, _READ_BATCHES = 1 << 14, 16
@@ -22,18 +23,20 @@ _READ_TOKENS, _READ_BATCHES = 1 << 14, 16
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """An opened corpus.
+    """An opened corpus, or a mixture.
 
     Attributes:
       tokenizer: what made the tokens.
       train: rows to train on.
       validation: consecutive windows over the whole held-out split, the last one padded.
+      weights: of the parts of `train` in a mixture; None: one corpus.
       digests: of the tokens of each split, the same on every machine.
     """
 
     tokenizer: Tokenizer
     train: Rows
-    validation: StreamRows
+    validation: Rows
+    weights: tuple[float, ...] | None
     digests: dict[str, str]
 
 
@@ -48,16 +51,24 @@ def open_data(config: DataConfig, length: int) -> Data:
       UserError: text is missing, unreadable or too short, or the cache cannot be written to.
     """
     tokenizer = get_tokenizer(config.tokenizer, config.bos_token)
-    corpus = open_corpus(config)
-    train = open_token_file(corpus.train, tokenizer, config.cache_dir)
-    validation = open_token_file(corpus.validation, tokenizer, config.cache_dir)
+    separate, train, validation, digests = config.separates_documents, [], [], {}
+    for number, corpus_config in enumerate(config.corpora):
+        corpus = open_corpus(corpus_config)
+        files = {
+            name: open_token_file(split, tokenizer, config.cache_dir)
+            for name, split in (("train", corpus.train), ("validation", corpus.validation))
+        }
+        train.append(
+            train_rows(files["train"], length, packing=config.packing, mask_documents=separate)
+        )
+        validation.append(StreamRows(files["validation"], length, separate, keep_remainder=True))
+        suffix = f" {number}" if number else ""
+        digests |= {name + suffix: file.digest for name, file in files.items()}
+    if not config.mixture:
+        return Data(tokenizer, train[0], validation[0], None, digests)
+    weights = tuple(corpus.weight for corpus in config.corpora)
     return Data(
-        tokenizer,
-        train_rows(
-            train, length, packing=config.packing, mask_documents=config.separates_documents
-        ),
-        StreamRows(validation, length, config.separates_documents, keep_remainder=True),
-        {"train": train.digest, "validation": validation.digest},
+        tokenizer, JoinedRows(tuple(train)), JoinedRows(tuple(validation)), weights, digests
     )
 
 
@@ -66,6 +77,7 @@ def train_batches(
     *,
     seed: int,
     batch_size: int,
+    weights: tuple[float, ...] | None = None,
     start_step: int = 0,
     process_index: int = 0,
     process_count: int = 1,
@@ -73,14 +85,15 @@ def train_batches(
 ) -> Iterator[Batch]:
     """Batches for steps start_step, start_step + 1, ... without end.
 
-    Rows come in a new order every epoch, each once. The batch of a step depends on seed, step
-    and batch_size alone: a process takes its share of it, so a run goes on exactly from any
-    step, on any number of processes.
+    Rows come in a new order every epoch, each once; in a mixture that is so of every corpus. The
+    batch of a step depends on seed, step and batch_size alone: a process takes its share of it, so
+    a run goes on exactly from any step, on any number of processes.
 
     Args:
       rows: what to draw from.
       seed: of the order.
       batch_size: rows a step, B, over all processes.
+      weights: of the parts of `rows` in a mixture, `Data.weights`.
       start_step: the first step wanted; counts updates made so far.
       process_index: which share of each batch is this process's.
       process_count: number of shares; divides batch_size.
@@ -96,8 +109,13 @@ def train_batches(
     """
     share = _share(batch_size, process_count, "train.batch_size")
 
-    # `seed` hashes the seed; `shuffle(seed)` itself would make epoch 1 of seed 0 epoch 0 of 1.
-    order = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat()
+    if weights is None:
+        order = _order(0, len(rows), seed)
+    else:
+        orders = [
+            _order(first, end, seed) for first, end in itertools.pairwise(rows.first_row.tolist())
+        ]
+        order = grain.MapDataset.mix(orders, weights)
     # Rounding the endless length up to whole batches would overflow: drop_remainder.
     shares = order.batch(share, drop_remainder=True)
     # Small batches are read several at a time: handing one over costs more than reading it.
@@ -106,6 +124,12 @@ def train_batches(
     options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
     reads = mine[start_step // together :].map(rows.__getitem__).to_iter_dataset(options)
     return _one_by_one(iter(reads), start_step % together)
+
+
+def _order(first: int, end: int, seed: int) -> grain.MapDataset:
+    """Numbers of rows, first to end - 1, in a new order every epoch, without end."""
+    # `seed` hashes the seed; `shuffle(seed)` itself would make epoch 1 of seed 0 epoch 0 of 1.
+    return grain.MapDataset.range(first, end).seed(seed).shuffle().repeat()
 
 
 def _one_by_one(reads: Iterator[Batch], first: int) -> Iterator[Batch]:

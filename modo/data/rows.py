@@ -10,6 +10,7 @@ A document's last target is the document-start token: it says that the document 
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -212,6 +213,47 @@ def plan_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarra
     order = np.concatenate(order) if order else np.zeros(0, np.int64)
     sizes = np.concatenate(row_sizes) if row_sizes else np.zeros(0, np.int64)
     return order, np.concatenate([[0], np.cumsum(sizes)])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class JoinedRows:
+    """The rows of several corpora, one corpus after another.
+
+    Attributes:
+      parts: their rows, of the same length.
+    """
+
+    parts: tuple[StreamRows | PackedRows, ...]
+
+    @property
+    def length(self) -> int:
+        return self.parts[0].length
+
+    @property
+    def num_bytes(self) -> int:
+        """UTF-8 bytes of the text."""
+        return sum(part.num_bytes for part in self.parts)
+
+    @functools.cached_property
+    def first_row(self) -> np.ndarray:
+        """int64 [parts + 1], where each part begins, then the number of rows."""
+        return np.cumsum([0, *map(len, self.parts)])
+
+    def __len__(self) -> int:
+        return int(self.first_row[-1])
+
+    def __getitem__(self, indices) -> dict[str, np.ndarray]:
+        indices = _check_indices(indices, len(self))
+        part_of = np.searchsorted(self.first_row, indices, side="right") - 1
+        batch = {}
+        for number, part in enumerate(self.parts):
+            here = part_of == number
+            if not here.any():
+                continue
+            for name, array in part[indices[here] - self.first_row[number]].items():
+                shape = (*indices.shape, self.length)
+                batch.setdefault(name, np.empty(shape, array.dtype))[here] = array
+        return batch
 
 
 def train_rows(

@@ -73,6 +73,7 @@ def _open_and_run(config: Config, workdir: pathlib.Path, stop: StopRequest) -> T
     with run_directory.locked(workdir):
         run_directory.check_same_training(workdir, config)
         check_same_tokenizer(workdir, config.data.tokenizer, data.tokenizer)
+        run_directory.check_same_data(workdir, data.digests)
         return _run(config, workdir, mesh, data, stop)
 
 
@@ -175,6 +176,7 @@ def _train(session: _Session, state, train_step):
         session.data.train,
         seed=train.seed,
         batch_size=train.batch_size,
+        weights=session.data.weights,
         start_step=start,
         process_index=jax.process_index(),
         process_count=jax.process_count(),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import jax
 
 from modo import config as config_lib
-from modo.config import Config
+from modo.config import Config, CorpusConfig
 from modo.data.files import absolute_path
 from modo.errors import UserError
 
@@ -109,18 +109,28 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
 
 def with_absolute_paths(config: Config) -> Config:
     """The config with data paths that mean the same from any directory."""
-    data = config.data
-    paths = {
-        name: absolute_path(getattr(data, name))
-        for name in ("path", "validation_path")
-        if getattr(data, name)
-    }
-    for name in ("cache_dir", "data_dir"):
-        if getattr(data, name):
-            paths[name] = str(pathlib.Path(getattr(data, name)).expanduser().absolute())
+    data, paths = config.data, _absolute_paths(config.data)
+    paths["mixture"] = tuple(
+        dataclasses.replace(corpus, **_absolute_paths(corpus)) for corpus in data.mixture
+    )
     if data.tokenizer != "bytes":
-        paths["tokenizer"] = str(pathlib.Path(data.tokenizer).expanduser().absolute())
+        paths["tokenizer"] = _absolute(data.tokenizer)
+    if data.cache_dir:
+        paths["cache_dir"] = _absolute(data.cache_dir)
     return dataclasses.replace(config, data=dataclasses.replace(data, **paths))
+
+
+def _absolute_paths(corpus: CorpusConfig) -> dict[str, str]:
+    paths = {
+        name: absolute_path(getattr(corpus, name))
+        for name in ("path", "validation_path")
+        if getattr(corpus, name)
+    }
+    return paths | ({"data_dir": _absolute(corpus.data_dir)} if corpus.data_dir else {})
+
+
+def _absolute(path: str) -> str:
+    return str(pathlib.Path(path).expanduser().absolute())
 
 
 def read_config(workdir: pathlib.Path) -> Config:
