@@ -9,6 +9,7 @@ import logging
 import os
 import pathlib
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 
 import tyro
@@ -33,7 +34,9 @@ def one_line_errors() -> Iterator[None]:
     here already.
     """
     sys.unraisablehook = _quiet_about_closed_loops
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     if sys.stdout is not None:  # as it is after `>&-`
         sys.stdout.reconfigure(errors="replace")  # what an ASCII terminal cannot show
     try:
