@@ -288,11 +288,12 @@ def _spell_out(
     at = np.flatnonzero(np.isin(tokens_T, specials))
     if not len(at):
         return tokens_T
+    spelled = {token: spelling(token) for token in np.unique(tokens_T[at]).tolist()}
+    spelled = {token: s[~np.isin(s, specials)] for token, s in spelled.items()}
     first, *rest = np.split(tokens_T, at)
     parts = [first]
     for part in rest:
-        spelled = spelling(int(part[0]))
-        parts += [spelled[~np.isin(spelled, specials)], part[1:]]
+        parts += [spelled[int(part[0])], part[1:]]
     return np.concatenate(parts)
 
 

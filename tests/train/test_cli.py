@@ -79,6 +79,9 @@ def test_config_files_with_mistakes(tmp_path):
         (["--model.vocab_size", "256"], "vocab_size 256 is smaller than the tokenizer's 257"),
         (["--data.source", "text", "--data.path", "nothing.txt"], "nothing.txt does not exist"),
         (["--data.source", "text", "--data.path", "empty.txt"], "empty.txt"),
+        (["--data.tokenizer", "none.json"], "cannot read the tokenizer none.json: No such file"),
+        (["--data.tokenizer", "gpt2"], "unknown tokenizer 'gpt2'; there is 'bytes', or the path"),
+        (["--data.bos_token", "<s>"], "bos_token is '<s>', but the tokenizer 'bytes' has its own"),
         (["--train.length", "10000000"], "10000000|10,000,000|10000001"),
     ],
 )
