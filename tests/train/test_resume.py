@@ -335,3 +335,21 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(finished_run, 
     with pytest.raises(UserError, match="not finite at step 2 .* in another workdir"):
         run(dataclasses.replace(config, optimizer=optimizer), tmp_path)
     assert checkpoint_steps(tmp_path) == [1]
+
+
+def test_a_run_does_not_go_on_with_other_text(small_config, tmp_path):
+    text = tmp_path / "text"
+    shutil.copytree(small_config.data.path, text, ignore=shutil.ignore_patterns("cache"))
+    config = dataclasses.replace(
+        small_config, data=dataclasses.replace(small_config.data, path=str(text))
+    )
+    workdir = tmp_path / "run"
+    run(with_train(config, steps=1), workdir)
+    before = (text / "a.txt").read_text()
+    (text / "a.txt").write_text(before.upper())
+    about = (workdir / "data.json").read_bytes()
+    with pytest.raises(UserError, match="the data changed since the run .*: train, validation of "):
+        run(with_train(config, steps=2), workdir)
+    assert (workdir / "data.json").read_bytes() == about and checkpoint_steps(workdir) == [1]
+    (text / "a.txt").write_text(before)
+    assert int(run(with_train(config, steps=2), workdir).step) == 2
