@@ -89,6 +89,7 @@ def main(arguments: Sequence[str]) -> None:
     output = pathlib.Path(options.output).expanduser()
     _check_output(output, options.force)
     corpora = [open_corpus(corpus) for corpus in config.data.corpora]
+    next(_documents([corpus.validation for corpus in corpora]))  # raises where nothing is held out
     content = train_bpe(
         _documents([corpus.train for corpus in corpora]),
         options.vocab_size,
