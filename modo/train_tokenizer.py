@@ -1,9 +1,10 @@
-"""Trains a byte-level BPE on the training split of one's own data.
+"""Trains a byte-level BPE on the training split of one's own data, each document once.
 
 python -m modo.train_tokenizer --config tiny --vocab-size 4096 --output tokenizer.json \
     [--data.source text --data.path 'books/*.txt' ...]
 """
 
+import itertools
 import os
 import pathlib
 import sys
@@ -11,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tqdm import tqdm
 
-from modo.data.source import open_documents
+from modo.data.source import open_corpus
+from modo.data.split import Split
 from modo.data.tokenizer_file import (
     HuggingFaceTokenizer,
     as_bytes,
@@ -27,7 +29,9 @@ LEAST = 257  # a document-start token and every byte
 MOST = 1 << 24
 
 
-def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = False) -> str:
+def train_bpe(
+    documents: Iterable[bytes], vocab_size: int, *, progress: bool = False, total: int | None = None
+) -> str:
     """A tokenizer.json: byte-level BPE with GPT-2's pre-tokenizer, and its document-start token.
 
     The same documents give the same file. Token 0 is the document start, 1 to 256 are the bytes.
@@ -36,6 +40,7 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = F
       documents: UTF-8 texts, iterated over once; bytes that are not UTF-8 are read as U+FFFD.
       vocab_size: tokens, at least 257; there are fewer where the text has not that many pairs.
       progress: show bars on stderr.
+      total: bytes of the documents, about, to tell how far it is.
 
     Raises:
       UserError: the package `tokenizers` is missing, or vocab_size is too small.
@@ -55,13 +60,13 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, *, progress: bool = F
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=progress,
     )
-    tokenizer.train_from_iterator(_texts(documents, progress), trainer)
+    tokenizer.train_from_iterator(_texts(documents, progress, total), trainer)
     return tokenizer.to_str()
 
 
-def _texts(documents: Iterable[bytes], progress: bool) -> Iterator[str]:
+def _texts(documents: Iterable[bytes], progress: bool, total: int | None) -> Iterator[str]:
     """Documents in pieces, which count alike and need less memory."""
-    with tqdm(unit="B", unit_scale=True, desc="reading", disable=not progress) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=not progress) as bar:
         for document in documents:
             for text in line_pieces(document.decode("utf-8", errors="replace")):
                 yield text
@@ -83,8 +88,14 @@ def main(arguments: Sequence[str]) -> None:
     config = override(load_config(options.config), rest, parser.prog)
     output = pathlib.Path(options.output).expanduser()
     _check_output(output, options.force)
-    documents = open_documents(config.data)
-    content = train_bpe(documents.train, options.vocab_size, progress=sys.stderr.isatty()).encode()
+    corpora = [open_corpus(corpus) for corpus in config.data.corpora]
+    next(_documents([corpus.validation for corpus in corpora]))  # raises where nothing is held out
+    content = train_bpe(
+        _documents([corpus.train for corpus in corpora]),
+        options.vocab_size,
+        progress=sys.stderr.isatty(),
+        total=sum(shard.size for corpus in corpora for shard in corpus.train.shards),
+    ).encode()
     try:
         write_atomically(output, content)
     except OSError as error:
@@ -92,10 +103,15 @@ def main(arguments: Sequence[str]) -> None:
     tokenizer = HuggingFaceTokenizer(content)
     few = " (the text has no more pairs)" if tokenizer.vocab_size < options.vocab_size else ""
     print(f"{output}: {tokenizer.vocab_size} tokens{few}, document start {BOS}")
-    sizes = [(len(text), len(tokenizer.encode(text))) for text in documents.validation]
+    held_out = _documents([corpus.validation for corpus in corpora])
+    sizes = [(len(text), len(tokenizer.encode(text))) for text in held_out]
     size, tokens = map(sum, zip(*sizes, strict=True))
     print(f"{size / tokens:.3f} bytes a token on the {size:,} held-out bytes")
     print(f"use it: --data.tokenizer {output} --model.vocab_size {tokenizer.vocab_size}")
+
+
+def _documents(splits: Sequence[Split]) -> Iterator[bytes]:
+    return itertools.chain.from_iterable(split.documents() for split in splits)
 
 
 def _check_output(path: pathlib.Path, force: bool) -> None:

@@ -81,6 +81,7 @@ def test_too_little_text_is_said(arguments, tmp_path, capsys):
         (["--output", "old.json"], "--output old.json exists; give --force to replace it"),
         (["--output", "d.json", "--force"], "--output d.json is a directory"),
         (["--data.path", "none.txt"], "none.txt does not exist"),
+        (["--data.validation_fraction", "0.00001"], "holds out nothing in"),
         (["--data.pth", "none.txt"], "Unrecognized options: --data.pth"),
         (["--config", "nope"], "no config 'nope'"),
     ],
