@@ -9,6 +9,7 @@ of metrics. Not part of the tests: on two cores it takes about ten minutes.
 """
 
 import argparse
+import logging
 import os
 import pathlib
 import random
@@ -195,6 +196,7 @@ def main() -> None:
     options = parser.parse_args()
     numbers = [signal.Signals[f"SIG{name}"] for name in options.signal]
     os.environ["JAX_PLATFORMS"] = "cpu"
+    logging.getLogger("absl").setLevel(logging.ERROR)
     if options.directory is None:
         with tempfile.TemporaryDirectory(prefix="modo-soak-") as temporary:
             passed = soak(pathlib.Path(temporary), options.kills, numbers, options.seed)

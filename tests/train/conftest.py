@@ -1,5 +1,9 @@
 """A model and corpus small enough that a whole run takes seconds."""
 
+import logging
+import sys
+import warnings
+
 import numpy as np
 import pytest
 
@@ -48,3 +52,17 @@ def finished_run(small_config, tmp_path_factory):
     """(config, workdir, final state) of an uninterrupted run; tests must not change it."""
     workdir = tmp_path_factory.mktemp("run")
     return small_config, workdir, run(small_config, workdir)
+
+
+@pytest.fixture
+def as_a_program(monkeypatch):
+    """Logs what a program logs; undoes what `one_line_errors` sets for the whole process."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    with warnings.catch_warnings():
+        yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)

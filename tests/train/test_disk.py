@@ -5,8 +5,6 @@ of every library, Orbax's threads included.
 """
 
 import contextlib
-import logging
-import resource
 import subprocess
 import sys
 
@@ -19,31 +17,10 @@ from modo.train import checkpoint, loop, report
 from modo.train.loop import run
 from modo.train.metrics import MetricsLog, read_metrics
 from modo.train.run_directory import write_atomically
-from tests.train.helpers import ROOT, subprocess_environment, with_train
+from tests.train.helpers import ROOT, full_disk, subprocess_environment, with_train
 from tests.train.test_resume import assert_same_state, checkpoint_steps, timeless
 
-
-@pytest.fixture(autouse=True)
-def quiet_orbax():
-    """As for a program: what Orbax logs it raises as well."""
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def full_disk(limit: int):
-    """While it is open, writing past `limit` bytes of a file fails."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+pytestmark = pytest.mark.usefixtures("as_a_program")
 
 
 def _full_from(stack, monkeypatch, owner, name: str, call: int, limit: int) -> None:

@@ -52,7 +52,7 @@ def test_tensorboard_shows_each_step_once(small_config, tmp_path, monkeypatch):
     run(config, tmp_path)
     tags = shown(tmp_path / "tensorboard")
     assert tags["train/loss"] == [1, 2, 3, 4, 5, 6]
-    assert tags["eval/top_k/loss"] == tags["eval/predictor/accuracy"] == [3, 6]
+    assert tags["eval/top_k/loss"] == tags["eval/predictor/fraction"] == [3, 6]
     train = [r for r in read_metrics(tmp_path) if r["split"] == "train"]
     assert {f"train/{name}" for name in train[0]} - set(tags) == {"train/step", "train/split"}
 

@@ -23,7 +23,7 @@ from modo.train.mesh import batch_sharding, make_mesh, place_batch
 from modo.train.metrics import read_metrics
 from modo.train.run_directory import locked, read_config
 from modo.train.step import init_state, make_state, make_train_step
-from tests.train.helpers import subprocess_environment, with_train
+from tests.train.helpers import contents, subprocess_environment, with_train
 
 
 def assert_same_state(a, b):
@@ -157,11 +157,6 @@ def test_more_steps_extend_a_finished_run(finished_run, tmp_path):
         run(with_train(config, steps=4), tmp_path)
 
 
-def _contents(directory) -> dict:
-    """Every file and directory below, with what it holds."""
-    return {p: p.is_file() and p.read_bytes() for p in directory.rglob("*")}
-
-
 def _with(config, section: str, **fields):
     return dataclasses.replace(
         config, **{section: dataclasses.replace(getattr(config, section), **fields)}
@@ -188,10 +183,10 @@ def _with(config, section: str, **fields):
 )
 def test_a_refused_run_changes_nothing(finished_run, section, fields, message):
     config, workdir, _ = finished_run
-    before = _contents(workdir)
+    before = contents(workdir)
     with pytest.raises(UserError, match=message) as caught:
         run(_with(config, section, **fields), workdir)
-    assert "\n" not in str(caught.value) and _contents(workdir) == before
+    assert "\n" not in str(caught.value) and contents(workdir) == before
 
 
 def test_what_does_not_change_the_training_may_change(finished_run, tmp_path):
@@ -223,10 +218,10 @@ def test_a_workdir_with_a_relative_path_of_an_earlier_version_goes_on(
 @pytest.mark.quick
 def test_a_second_run_in_a_workdir_is_refused(finished_run):
     config, workdir, _ = finished_run
-    before = _contents(workdir)
+    before = contents(workdir)
     with locked(workdir), pytest.raises(UserError, match="another run is writing to workdir"):
         run(config, workdir)
-    assert _contents(workdir) == before
+    assert contents(workdir) == before
 
 
 @pytest.mark.quick
@@ -277,11 +272,11 @@ def test_a_damaged_checkpoint_is_one_line_that_says_what_to_do(finished_run, tmp
     shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
     newest = tmp_path / "checkpoints" / "6"
     _truncate_largest(newest / item / "ocdbt.process_0" / "d")
-    before = _contents(tmp_path)
+    before = contents(tmp_path)
     message = rf"{newest} cannot be read \(.*\); to go on from step 3, move {newest} away"
     with pytest.raises(UserError, match=message):
         run(config, tmp_path)
-    assert _contents(tmp_path) == before
+    assert contents(tmp_path) == before
     newest.rename(tmp_path / "checkpoints" / "6.mine")
     assert_same_state(run(config, tmp_path), state)
 

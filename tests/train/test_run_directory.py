@@ -12,6 +12,7 @@ from modo.errors import UserError
 from modo.train.load import load
 from modo.train.metrics import MetricsLog, read_metrics
 from modo.train.run_directory import (
+    check_same_data,
     locked,
     make_workdir,
     read_config,
@@ -118,3 +119,24 @@ def test_metrics_that_are_a_directory(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(UserError, match="metrics.jsonl: Is a directory"):
         MetricsLog(tmp_path, start_step=0, steps=1)
+
+
+def test_data_that_changed_under_a_run(tmp_path):
+    digests = {"train": "a1", "validation": "b2"}
+    check_same_data(tmp_path, digests)
+    check_same_data(tmp_path, dict(reversed(digests.items())))
+    written = (tmp_path / "data.json").read_bytes()
+    for other, names in (
+        ({"train": "a1", "validation": "c3"}, "validation"),
+        ({"train": "x", "validation": "y"}, "train, validation"),
+        ({"train": "a1"}, "validation"),
+        ({**digests, "more": "d4"}, "more"),
+    ):
+        with pytest.raises(UserError, match=f"data changed since .*: {names} of .*data.json; put"):
+            check_same_data(tmp_path, other)
+        assert (tmp_path / "data.json").read_bytes() == written
+    for damaged in (b"", b"[]", b"\xff"):
+        (tmp_path / "data.json").write_bytes(damaged)
+        with pytest.raises(UserError, match="data.json is damaged"):
+            check_same_data(tmp_path, digests)
+        assert (tmp_path / "data.json").read_bytes() == damaged
