@@ -1,32 +1,46 @@
 """From local text to a prepared set to a run that stops and goes on."""
 
+import dataclasses
 import sys
 
 import jax
 import numpy as np
+import pytest
 
 from modo import prepare
-from modo.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from modo.config import DataConfig
+from modo.train import checkpoint
 from modo.train.loop import run
 from tests.train.helpers import with_train
 
 
-def test_a_run_on_a_prepared_set_goes_on_bitwise(tmp_path):
+class _Stop(Exception):
+    pass
+
+
+def test_a_run_on_a_prepared_set_goes_on_bitwise(small_config, tmp_path, monkeypatch):
     sets = str(tmp_path / "sets")
-    book = tmp_path / "book.txt"
-    book.write_text("".join(np.random.default_rng(0).choice(list("abcdefgh \n"), 2000)))
-    prepare.main(["text", "--name", "book", "--path", str(book), "--data-dir", sets])
-    data = DataConfig(source="tfds", name="book", data_dir=sets, cache_dir=str(tmp_path / "cache"))
-    # A constant learning rate: then a run that is extended is as one that was as long at once.
-    config = Config(
-        model=ModelConfig(vocab_size=257, d_model=8, num_layers=1, num_heads=1),
-        data=data,
-        optimizer=OptimizerConfig(warmup_steps=0, final_fraction=1.0),
-        train=TrainConfig(steps=6, batch_size=2, length=16, eval_routings=("predictor",)),
+    path = small_config.data.path
+    prepare.main(["text", "--name", "letters", "--path", path, "--data-dir", sets])
+    data = DataConfig(
+        source="tfds", name="letters", data_dir=sets, cache_dir=str(tmp_path / "cache")
     )
+    config = dataclasses.replace(small_config, data=data)
+    config = with_train(config, eval_every=0, eval_routings=("predictor",))
     at_once = run(config, tmp_path / "at_once")
-    first = run(with_train(config, steps=3), tmp_path / "in_two")
-    assert int(first.step) == 3
+    save = checkpoint.save
+
+    def save_and_stop(manager, *rest):
+        save(manager, *rest)
+        manager.wait_until_finished()
+        raise _Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", save_and_stop)
+        with pytest.raises(_Stop):
+            run(config, tmp_path / "in_two")
+    with checkpoint.open_manager(tmp_path / "in_two", read_only=True) as manager:
+        assert checkpoint.complete_steps(manager) == [3]
     in_two = run(config, tmp_path / "in_two")
     assert int(in_two.step) == 6 and "tensorflow" not in sys.modules
     for a, b in zip(jax.tree.leaves(at_once), jax.tree.leaves(in_two), strict=True):
