@@ -4,7 +4,6 @@ python -m modo.evaluate --workdir runs/tiny --routing predictor [--json FILE]
 """
 
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from modo.config import MeshConfig, Routing
 from modo.data import open_data
 from modo.errors import UserError
 from modo.train import run_directory
-from modo.train.cli import LineParser, not_empty, one_line_errors
+from modo.train.cli import LineParser, check_writable, not_empty, one_line_errors
 from modo.train.evaluation import Evaluation, evaluate
 from modo.train.load import load
 from modo.train.mesh import make_mesh
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.batch_size is not None and options.batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, got {options.batch_size}")
     if options.json is not None:
-        _check_writable(pathlib.Path(options.json))
+        check_writable(pathlib.Path(options.json))
     results = evaluate_run(
         options.workdir, options.routing, step=options.step, batch_size=options.batch_size
     )
@@ -103,16 +102,6 @@ def main(arguments: Sequence[str]) -> None:
             pathlib.Path(options.json).write_text(json.dumps(values, indent=2) + "\n")
         except OSError as error:
             raise UserError(f"--json {options.json}: {error.strerror}") from None
-
-
-def _check_writable(path: pathlib.Path) -> None:
-    """Raises UserError where a file cannot be written, before the time is spent on its contents."""
-    if path.is_dir():
-        raise UserError(f"--json {path} is a directory; name a file")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"--json {path}: its directory does not exist")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UserError(f"--json {path} cannot be written to")
 
 
 if __name__ == "__main__":

@@ -120,6 +120,30 @@ def train_step(config: ModelConfig, batch: int, length: int, *, segments: bool =
     return count.forward + count.backward
 
 
+def decode_step(config: ModelConfig, batch: int, length: int) -> int:
+    """FLOPs of one more token a row of `batch`, when a row has `length` tokens.
+
+    MoBA layers score all blocks that are held and attend to top_k; a routed layer holds, and
+    computes, its capacity's share of the tokens.
+    """
+    d_model, heads, width = config.d_model, config.num_heads, config.head_width
+    count = 2 * d_model * config.vocab_size
+    for kind in layer_kinds(config):
+        share = 1.0 if kind.capacity is None else kind.capacity
+        keys, blocks = share * length, 0
+        if kind.moba:
+            blocks = keys / config.moba.block_size
+            keys = min(keys, config.moba.block_size * config.moba.top_k)
+        block = 4 * d_model * width * (heads + config.kv_heads) + 6 * d_model * config.ff_width
+        block += heads * width * (4 * keys + 2 * blocks)
+        count += share * block
+        if kind.capacity is not None:
+            count += 2 * d_model
+            if config.depth.predictor:
+                count += 2 * (d_model + 2) * _predictor_width(config)
+    return round(batch * count)
+
+
 def dense_twin(config: ModelConfig) -> ModelConfig:
     """The dense model of the same depth and width: every block computes every token, in full."""
     return dataclasses.replace(config, depth=None, moba=None)

@@ -73,6 +73,16 @@ def not_empty(value: str) -> str:
     return value
 
 
+def check_writable(path: pathlib.Path) -> None:
+    """Raises UserError where a file cannot be written, before the time is spent on its contents."""
+    if path.is_dir():
+        raise UserError(f"--json {path} is a directory; name a file")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--json {path}: its directory does not exist")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UserError(f"--json {path} cannot be written to")
+
+
 def _config_directories() -> list[pathlib.Path]:
     """configs/ beside the package in a checkout, inside it once installed."""
     package = pathlib.Path(modo.__file__).parent
