@@ -493,19 +493,21 @@ class MeshConfig:
       data: copies of the model, each with its own rows of the batch.
       fsdp: rows of the batch as well, and parameters are cut along it.
       tensor: heads, hidden and vocabulary dimensions are cut along it.
+      context: the tokens of a row are cut along it.
     """
 
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    context: int = 1
 
     def __post_init__(self):
         _check_types(self)
-        sizes = (self.data, self.fsdp, self.tensor)
+        sizes = dataclasses.astuple(self)
         _require(
             all(s == -1 or s >= 1 for s in sizes) and sizes.count(-1) <= 1,
             f"MeshConfig sizes must be positive, at most one of them -1, got data {self.data}, "
-            f"fsdp {self.fsdp}, tensor {self.tensor}",
+            f"fsdp {self.fsdp}, tensor {self.tensor}, context {self.context}",
         )
 
 

@@ -3,11 +3,13 @@
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 
 from modo.nn.convolution import KeyConvolution
+from modo.nn.partition import MESH_AXES, dividing_axes
 from modo.nn.rope import rotary_embedding
 from modo.ops.attention import causal_attention
-from modo.ops.moba import moba_attention
+from modo.ops.moba import moba_attention, sharded_moba_attention
 
 
 class Attention(nnx.Module):
@@ -29,6 +31,8 @@ class Attention(nnx.Module):
       norm_eps: epsilon of the norms.
       out_std: standard deviation of the output matrix at the start.
       dtype: of the computation; parameters are float32.
+      mesh: the devices that share the work, with the axes of `modo.nn.partition.MESH_AXES`; None:
+        one, or the compiler is left to cut attention as it can.
     """
 
     def __init__(
@@ -50,9 +54,10 @@ class Attention(nnx.Module):
         norm_eps: float = 1e-6,
         out_std: float | None = None,
         dtype=jnp.float32,
+        mesh: Mesh | None = None,
         rngs: nnx.Rngs,
     ):
-        self.num_heads = num_heads
+        self.num_heads, self.mesh = num_heads, mesh
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_dim = d_model // num_heads if head_dim is None else head_dim
         self.block_size, self.top_k, self.implementation = block_size, top_k, implementation
@@ -115,6 +120,8 @@ class Attention(nnx.Module):
         self, q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segment_ids_BT: Array | None = None
     ) -> Array:
         """Attention [B, T, N, H] within documents, full or block-sparse."""
+        if self.mesh is not None and self.implementation != "reference":
+            return self._attend_on_mesh(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
         if self.block_size is None:
             return causal_attention(
                 q_BTNH, k_BTKH, v_BTKH, segment_ids=segment_ids_BT, soft_cap=self.soft_cap
@@ -130,6 +137,29 @@ class Attention(nnx.Module):
             sink_blocks=self.sink_blocks,
             window_blocks=self.window_blocks,
             implementation=self.implementation,
+        )
+
+    def _attend_on_mesh(self, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> Array:
+        """The same, every device for its rows, heads and tokens."""
+        B, T = q_BTNH.shape[:2]
+        context = dividing_axes(self.mesh, T, "length")
+        full = self.block_size is None
+        return sharded_moba_attention(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            # Full attention is that to a document's only block.
+            block_size=T if full else self.block_size,
+            top_k=1 if full else self.top_k,
+            segment_ids=segment_ids_BT,
+            soft_cap=self.soft_cap,
+            sink_blocks=self.sink_blocks,
+            window_blocks=self.window_blocks,
+            implementation=self.implementation,
+            mesh=self.mesh,
+            batch_axes=dividing_axes(self.mesh, B, "batch"),
+            head_axis=MESH_AXES["heads"][0],
+            context_axis=context[0] if context else None,
         )
 
     def output(self, y_BTNH: Array) -> Array:

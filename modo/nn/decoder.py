@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 
 from modo.config import ModelConfig, Routing
 from modo.nn.attention import Attention
 from modo.nn.depth import DepthAux, MixtureOfDepths
 from modo.nn.mlp import GatedMLP
+from modo.nn.partition import constrain, gather_parameter, gather_parameters
 from modo.ops.losses import chunked_cross_entropy
 from modo.ops.routing import ROUTED_TOKENS
 from modo.ops.segments import document_runs
@@ -128,7 +130,7 @@ def repeating_stretches(kinds: list) -> list[Stretch]:
     return stretches
 
 
-def _make_block(config: ModelConfig, kind: LayerKind, rngs: nnx.Rngs):
+def _make_block(config: ModelConfig, kind: LayerKind, mesh: Mesh | None, rngs: nnx.Rngs):
     dtype = jnp.dtype(config.compute_dtype)
     # Two outputs a block add to the residual stream: keep its scale whatever the depth.
     depth_scale = (2 * config.num_layers) ** -0.5
@@ -149,6 +151,7 @@ def _make_block(config: ModelConfig, kind: LayerKind, rngs: nnx.Rngs):
         norm_eps=config.norm_eps,
         out_std=depth_scale * (config.num_heads * config.head_width) ** -0.5,
         dtype=dtype,
+        mesh=mesh,
         rngs=rngs,
     )
     mlp = GatedMLP(
@@ -209,10 +212,12 @@ class Decoder(nnx.Module):
     Args:
       config: the shape of the model.
       rngs: initialises it; scanned or not, the parameters are the same.
+      mesh: the devices that share the work, with the axes of `modo.nn.partition.MESH_AXES`; None:
+        one, or the compiler is left to choose where activations lie.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.config = config
+    def __init__(self, config: ModelConfig, *, mesh: Mesh | None = None, rngs: nnx.Rngs):
+        self.config, self.mesh = config, mesh
         dtype = jnp.dtype(config.compute_dtype)
         kinds = layer_kinds(config)
         self.stretches = tuple(repeating_stretches(kinds)) if config.scan_layers else ()
@@ -224,7 +229,7 @@ class Decoder(nnx.Module):
             embedding_init=nnx.initializers.normal(embedding_std),
             rngs=rngs,
         )
-        blocks = [_make_block(config, kind, rngs) for kind in kinds]
+        blocks = [_make_block(config, kind, mesh, rngs) for kind in kinds]
         if config.scan_layers:
             self.blocks = nnx.List([_stack(blocks, stretch) for stretch in self.stretches])
         else:
@@ -257,7 +262,7 @@ class Decoder(nnx.Module):
         if not self.config.scan_layers:
             return self
         config = dataclasses.replace(self.config, scan_layers=False)
-        model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+        model = nnx.eval_shape(lambda: Decoder(config, mesh=self.mesh, rngs=nnx.Rngs(0)))
         model.embedding, model.norm, model.head = self.embedding, self.norm, self.head
         model.blocks = nnx.List([self.block(layer) for layer in range(config.num_layers)])
         return model
@@ -305,7 +310,9 @@ class Decoder(nnx.Module):
           (nats [B, T], log-partition [B, T], DecoderAux), float32.
         """
         x_BTD, aux = self._hidden(tokens_BT, positions_BT, segment_ids_BT, routing, key)
-        losses = chunked_cross_entropy(self.logits, x_BTD, targets_BT, self.config.loss_chunk)
+        # Gathered once, not for every chunk.
+        logits = functools.partial(self._logits, self._output_matrix())
+        losses = chunked_cross_entropy(logits, x_BTD, targets_BT, self.config.loss_chunk)
         return *losses, aux
 
     def _hidden(self, tokens_BT, positions_BT, segment_ids_BT, routing, key):
@@ -316,21 +323,43 @@ class Decoder(nnx.Module):
             )
         if segment_ids_BT is not None:
             segment_ids_BT = document_runs(segment_ids_BT)
-        x_BTD = self.embedding(tokens_BT)
+        x_BTD = self._placed(self._embed(tokens_BT))
         x_BTD, auxes = self._run_blocks(x_BTD, positions_BT, segment_ids_BT, routing, key)
         return x_BTD, _collect(auxes, tokens_BT.shape)
 
+    def _placed(self, x_BTD: Array) -> Array:
+        """The residual stream where it lies between blocks."""
+        return constrain(x_BTD, self.mesh, "batch", "length", None)
+
+    def _embed(self, tokens_BT: Array) -> Array:
+        if self.mesh is None:
+            return self.embedding(tokens_BT)
+        return jnp.take(
+            self._gathered("embedding", self.embedding.embedding[...]), tokens_BT, axis=0
+        )
+
+    def _gathered(self, name: str, x: Array) -> Array:
+        names = (name, "embedding" if name == "embedding" else "kernel")
+        return gather_parameter(x, names, self.mesh, self.config.compute_dtype)
+
     def logits(self, x_BTD: Array) -> Array:
         """Logits [B, T, V] float32 of the last block's output."""
+        return self._logits(self._output_matrix(), x_BTD)
+
+    def _output_matrix(self) -> Array:
+        if self.head is None:
+            return self._gathered("embedding", self.embedding.embedding[...]).T
+        return self._gathered("head", self.head.kernel[...])
+
+    def _logits(self, weight_DV: Array, x_BTD: Array) -> Array:
         x_BTD = self.norm(x_BTD)
-        tied = self.head is None
-        weight_DV = self.embedding.embedding[...].T if tied else self.head.kernel[...]
         logits_BTV = jnp.einsum(
             "btd,dv->btv",
             x_BTD,
             weight_DV.astype(x_BTD.dtype),
             preferred_element_type=jnp.float32,
         )
+        logits_BTV = constrain(logits_BTV, self.mesh, "batch", "length", "vocab")
         cap = self.config.logit_soft_cap
         return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
 
@@ -339,10 +368,12 @@ class Decoder(nnx.Module):
 
         def run(graphdef, state, x_BTD, layer):
             layer_key = None if key is None else _layer_key(key, layer)
+            state = gather_parameters(state, self.mesh, self.config.compute_dtype)
             block = nnx.merge(graphdef, state)
-            return apply_block(
+            x_BTD, aux = apply_block(
                 block, x_BTD, positions_BT, segment_ids_BT, routing=routing, key=layer_key
             )
+            return self._placed(x_BTD), aux
 
         def remat_run(graphdef, state, x_BTD, layer):
             return _remat(functools.partial(run, graphdef), self.config.remat)(state, x_BTD, layer)

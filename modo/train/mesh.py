@@ -1,4 +1,4 @@
-"""Devices as a mesh, and where each array lies on it.
+"""Devices as a mesh, and where a run's arrays lie on it.
 
 The distributed engine is JAX's own: arrays carry shardings, `jax.jit` does the rest.
 """
@@ -11,49 +11,26 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from modo.config import Config, MeshConfig
 from modo.errors import UserError
+from modo.nn.partition import MESH_AXES, parameter_spec
 
-# Logical axes to mesh axes.
-MESH_AXES = {
-    "batch": ("data", "fsdp"),
-    "embed": "fsdp",
-    "heads": "tensor",
-    "mlp": "tensor",
-    "vocab": "tensor",
-}
-
-# (module, parameter) to the logical axes of its last dimensions; all else is copied everywhere.
-PARAMETER_AXES = {
-    ("embedding", "embedding"): ("vocab", "embed"),
-    ("head", "kernel"): ("embed", "vocab"),
-    ("query", "kernel"): ("embed", "heads"),
-    ("key", "kernel"): ("embed", "heads"),
-    ("value", "kernel"): ("embed", "heads"),
-    ("out", "kernel"): ("heads", "embed"),
-    ("gate", "kernel"): ("embed", "mlp"),
-    ("up", "kernel"): ("embed", "mlp"),
-    ("down", "kernel"): ("mlp", "embed"),
-}
+AXES = ("data", "fsdp", "tensor", "context")
 
 
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
-    """A mesh with axes data, fsdp, tensor over all devices.
+    """A mesh with the axes AXES over all devices.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = [config.data, config.fsdp, config.tensor]
+    sizes = [getattr(config, axis) for axis in AXES]
     known = math.prod(s for s in sizes if s != -1)
     if -1 in sizes and len(devices) % known == 0:
         sizes[sizes.index(-1)] = len(devices) // known
     if math.prod(sizes) != len(devices):
-        raise UserError(
-            f"mesh data {config.data} x fsdp {config.fsdp} x tensor {config.tensor} does not fit "
-            f"{len(devices)} devices"
-        )
-    return jax.make_mesh(
-        tuple(sizes), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3, devices=devices
-    )
+        wanted = " x ".join(f"{axis} {getattr(config, axis)}" for axis in AXES)
+        raise UserError(f"mesh {wanted} does not fit {len(devices)} devices")
+    return jax.make_mesh(tuple(sizes), AXES, (AxisType.Auto,) * len(AXES), devices=devices)
 
 
 def check_divides(config: Config, mesh: Mesh) -> None:
@@ -67,6 +44,7 @@ def check_divides(config: Config, mesh: Mesh) -> None:
         (model.num_heads, mesh.shape["tensor"], f"num_heads {model.num_heads}", "tensor"),
         (model.kv_heads, mesh.shape["tensor"], f"num_kv_heads {model.kv_heads}", "tensor"),
         (model.ff_width, mesh.shape["tensor"], f"d_ff {model.ff_width}", "tensor"),
+        (train.length, mesh.shape["context"], f"rows of {train.length} tokens", "context"),
     ]
     for size, parts, what, axis in checks:
         if size % parts:
@@ -78,27 +56,8 @@ def check_divides(config: Config, mesh: Mesh) -> None:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows of a batch over data and fsdp."""
-    return NamedSharding(mesh, PartitionSpec(MESH_AXES["batch"]))
-
-
-def path_names(path) -> tuple[str, ...]:
-    """The module and parameter names along a tree path, without nnx's trailing `value`."""
-    names = [str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path]
-    return tuple(names[:-1] if names[-1] == "value" else names)
-
-
-def parameter_spec(path, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Where a parameter, or an optimizer's copy of it, lies."""
-    axes = PARAMETER_AXES.get(path_names(path)[-2:], ())
-    if len(axes) > len(shape):  # a factored or scalar companion of the parameter
-        return PartitionSpec()
-    spec = [None] * (len(shape) - len(axes))
-    for size, axis in zip(shape[len(spec) :], axes, strict=True):
-        mesh_axis = MESH_AXES[axis]
-        # A vocabulary need not divide: 257 bytes do not. Then it stays whole.
-        spec.append(mesh_axis if size % mesh.shape[mesh_axis] == 0 else None)
-    return PartitionSpec(*spec)
+    """Rows of a batch over data and fsdp, their tokens over context."""
+    return NamedSharding(mesh, PartitionSpec(MESH_AXES["batch"], MESH_AXES["length"]))
 
 
 def state_shardings(state, mesh: Mesh):

@@ -6,7 +6,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from modo.config import OptimizerConfig
-from modo.train.mesh import path_names
+from modo.nn.partition import path_names
 
 
 def learning_rate_schedule(config: OptimizerConfig, peak: float, steps: int) -> optax.Schedule:

@@ -32,6 +32,7 @@ FREE_FIELDS = (
     "mesh.data",
     "mesh.fsdp",
     "mesh.tensor",
+    "mesh.context",
     "data.cache_dir",
     "data.tokenizer",  # what the file holds may not: run_tokenizer.check_same_tokenizer
     "model.moba.implementation",

@@ -33,7 +33,9 @@ class TrainState:
 
 def make_state(config: Config, mesh: Mesh) -> tuple[nnx.GraphDef, TrainState]:
     """The model's structure and its abstract state: shapes, dtypes and shardings, no values."""
-    graphdef, params = nnx.split(_abstract_model(config))
+    # One device needs no mesh: then attention is not cut, and kernels run as they are.
+    model_mesh = mesh if mesh.size > 1 else None
+    graphdef, params = nnx.split(_abstract_model(config, model_mesh))
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     state = TrainState(
         step=jax.ShapeDtypeStruct((), jnp.int32),
@@ -46,8 +48,10 @@ def make_state(config: Config, mesh: Mesh) -> tuple[nnx.GraphDef, TrainState]:
     )
 
 
-def _abstract_model(config: Config) -> Decoder:
-    return nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(config.train.seed)))
+def _abstract_model(config: Config, mesh: Mesh | None) -> Decoder:
+    return nnx.eval_shape(
+        lambda: Decoder(config.model, mesh=mesh, rngs=nnx.Rngs(config.train.seed))
+    )
 
 
 def init_state(config: Config, abstract_state: TrainState) -> TrainState:

@@ -18,9 +18,10 @@ from flax import nnx
 from modo import DepthConfig, MobaConfig, ModelConfig
 from modo.config import Config, MeshConfig, OptimizerConfig, TrainConfig
 from modo.nn import Decoder
+from modo.nn.partition import path_names
 from modo.ops import cross_entropy
 from modo.train.evaluation import eval_sums
-from modo.train.mesh import make_mesh, path_names
+from modo.train.mesh import make_mesh
 from modo.train.step import init_state, loss_and_gradients, make_state, make_train_step
 
 V, T, B = 32, 16, 8
