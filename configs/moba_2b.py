@@ -1,0 +1,13 @@
+"""MoBA of 2.1B parameters on rows of 32K tokens (arXiv 2502.13189).
+
+    python train.py --config moba_2b --workdir runs/moba_2b
+
+Hardware: TPU v5p:8x8x8. Time and held-out loss: not run. Data: see modo/papers.py.
+"""
+
+from modo import papers
+from modo.config import Config
+
+
+def get_config() -> Config:
+    return papers.moba("2b", papers.LONG)

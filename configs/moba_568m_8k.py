@@ -1,0 +1,13 @@
+"""MoBA of 568M parameters on rows of 8K tokens (arXiv 2502.13189).
+
+    python train.py --config moba_568m_8k --workdir runs/moba_568m_8k
+
+Hardware: TPU v5p:4x4x4. Time and held-out loss: not run. Data: see modo/papers.py.
+"""
+
+from modo import papers
+from modo.config import Config
+
+
+def get_config() -> Config:
+    return papers.moba("568m", papers.SHORT)

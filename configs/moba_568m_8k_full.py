@@ -1,0 +1,13 @@
+"""The twin of moba_568m_8k with full attention.
+
+    python train.py --config moba_568m_8k_full --workdir runs/moba_568m_8k_full
+
+Hardware: TPU v5p:4x4x4. Time and held-out loss: not run. Data: see modo/papers.py.
+"""
+
+from modo import papers
+from modo.config import Config
+
+
+def get_config() -> Config:
+    return papers.full_attention("568m", papers.SHORT)
