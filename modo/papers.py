@@ -95,7 +95,7 @@ class _MobaSize:
 SHORT, LONG = 8192, 32_768
 _ON_64 = dict.fromkeys((SHORT, LONG), MeshConfig(data=1, fsdp=64))
 _ON_128 = dict.fromkeys((SHORT, LONG), MeshConfig(data=1, fsdp=128))
-_ON_512 = {SHORT: MeshConfig(data=4, fsdp=128), LONG: MeshConfig(data=1, fsdp=128, context=4)}
+_ON_512 = {SHORT: MeshConfig(data=4, fsdp=128), LONG: MeshConfig(data=4, fsdp=32, context=4)}
 MOBA_SIZES = {
     "568m": _MobaSize(568e6, 14, 3584, 10.8e9, _ON_64),
     "822m": _MobaSize(822e6, 16, 4224, 15.3e9, _ON_64),
@@ -126,7 +126,7 @@ def moba(size: str, length: int) -> Config:
             compute_dtype="bfloat16",
             scan_layers=True,
             remat="block",
-            loss_chunk=1024,
+            loss_chunk=length // 2,
         ),
         data=_data("c4/en"),
         optimizer=OptimizerConfig(learning_rate=0.8 / (128 * s.layers), warmup_steps=200),
