@@ -196,8 +196,8 @@ def least_bytes(config: Config, mesh: Mesh, *, training: bool = True) -> dict[st
     Parameters are gathered once for the forward pass and, with remat, once more for the backward
     pass, in the compute dtype; their gradients are scattered once, likewise. Along the tensor axis
     activations are summed twice a block and pass. Along the context axis keys and values are
-    gathered once a pass, and their gradients scattered once. The optimizer, routers, norms and
-    losses are left out; so is what Muon needs of whole matrices.
+    gathered once a pass, and their gradients summed and scattered once, in float32. The
+    optimizer, routers, norms and losses are left out; so is what Muon needs of whole matrices.
     """
     model = config.model
     width = jnp.dtype(model.compute_dtype).itemsize
@@ -229,7 +229,7 @@ def least_bytes(config: Config, mesh: Mesh, *, training: bool = True) -> dict[st
         if training:
             keys = 2 * rows * tokens * model.kv_heads / tensor * model.head_width * width
             least["all-gather"] += (2 if remat else 1) * keys * (context - 1) / context
-            least["reduce-scatter"] += keys * (context - 1) / context
+            least["reduce-scatter"] += keys / width * 4 * (context - 1) / context
     return {kind: size for kind, size in least.items() if size}
 
 

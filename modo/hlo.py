@@ -190,15 +190,22 @@ def executions(module: Module) -> Executions:
 
 
 def group_size(attributes: str) -> int | None:
-    """Devices that take part in a collective together; None: all of them."""
+    """Devices that take part in a collective together; None: all of them.
+
+    Raises:
+      ValueError: groups are written in a way that is not known here.
+    """
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
         return len(listed[1].split(","))
     if tiled := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", attributes):
         return int(tiled[2])
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes):
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
         axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2])
         return math.prod(int(part) if part else sizes[name] for name, part in axes)
+    unread = re.search(r"replica_groups=(?!\{\}).{0,80}", attributes)
+    if unread:
+        raise ValueError(f"cannot read {unread[0]}")
     return None
 
 

@@ -137,11 +137,18 @@ def test_loops():
         ("replica_groups=[32,16]<=[8,8,8]T(2,0,1)", 16),
         ("replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=2] {'axis_1','axis_2'}, x=1", 8),
         ("replica_groups=mesh['a'=16] {'a':(2)4}", 4),
-        ("replica_groups={}", None),
+        ("replica_groups=mesh['a'=32,'b'=16], device_ids=([4,32,4]T(1,0,2)) {'a'}, dims={0}", 32),
+        ("replica_groups={}, dimensions={0}", None),
+        ("channel_id=3", None),
     ],
 )
 def test_group_size(attributes, size):
     assert hlo.group_size(attributes) == size
+
+
+def test_unknown_groups_are_an_error():
+    with pytest.raises(ValueError, match="replica_groups=<new>"):
+        hlo.group_size("replica_groups=<new>, dimensions={0}")
 
 
 def test_array_bytes():
