@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from kernels_pallas import tpu_topology
 from modo import decode, flops, hlo
@@ -28,6 +28,7 @@ from modo.config import Config
 from modo.errors import UserError
 from modo.hardware import GIB, Hardware, of_device
 from modo.nn.decoder import Decoder, layer_kinds
+from modo.nn.partition import partition_spec
 from modo.ops.routing import capacity_slots
 from modo.train.cli import (
     LineParser,
@@ -137,10 +138,7 @@ def lower_decode_step(config: Config, mesh: Mesh):
     rows, length = config.train.batch_size, config.train.length
     cache = jax.eval_shape(lambda: decode.init_cache(model, rows, length))
     shardings = decode.cache_shardings(cache, mesh)
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    tokens_sharding = (
-        batch_sharding(mesh) if rows % shards == 0 else NamedSharding(mesh, PartitionSpec())
-    )
+    rows_sharding = NamedSharding(mesh, partition_spec(mesh, (rows,), ("batch",)))
 
     def placed(tree, tree_shardings):
         return jax.tree.map(
@@ -154,7 +152,7 @@ def lower_decode_step(config: Config, mesh: Mesh):
     return step.lower(
         placed(params, state_shardings(params, mesh)),
         placed(cache, shardings),
-        jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=tokens_sharding),
+        jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=rows_sharding),
     )
 
 
@@ -193,10 +191,10 @@ def _memory(executable) -> dict[str, int]:
 def least_bytes(config: Config, mesh: Mesh, *, training: bool = True) -> dict[str, float]:
     """Kind of collective to the fewest bytes that a device sends in a step on this mesh.
 
-    Parameters are gathered once for the forward pass and, with remat, once more for the backward
-    pass, in the compute dtype; their gradients are scattered once, likewise. Along the tensor axis
-    activations are summed twice a block and pass. Along the context axis keys and values are
-    gathered once a pass, and their gradients summed and scattered once, in float32. The
+    Parameters are gathered once for the forward pass and, those of blocks with remat, once more for
+    the backward pass, in the compute dtype; their gradients are scattered once, likewise. Along the
+    tensor axis activations are summed twice a block and pass. Along the context axis keys and
+    values are gathered once a pass, and their gradients summed and scattered once, in float32. The
     optimizer, routers, norms and losses are left out; so is what Muon needs of whole matrices.
     """
     model = config.model
@@ -210,8 +208,8 @@ def least_bytes(config: Config, mesh: Mesh, *, training: bool = True) -> dict[st
         others = math.prod(mesh.shape[axis] for axis in set(mesh.shape) - cut - {"tensor"})
         tensor = mesh.shape["tensor"] if "tensor" in cut else 1
         size = math.prod(leaf.shape) / tensor * width
-        once = "embedding" in jax.tree_util.keystr(path) and not model.tied_embeddings
-        passes = 2 if training and remat and not once else 1
+        again = training and remat and "blocks" in jax.tree_util.keystr(path)
+        passes = 2 if again else 1
         least["all-gather"] += passes * size * (parts - 1) / parts
         if training:
             least["reduce-scatter"] += size * (parts - 1) / parts
@@ -354,8 +352,11 @@ def describe(report: Report) -> str:
     if not report.memory:
         return "\n".join(lines)
     lines.append("  a device sends    MB a step     least   ratio")
-    for kind in hlo.COLLECTIVES:
-        sent, least = report.collectives.get(kind, 0), report.least_bytes.get(kind, 0)
+    all_kinds = [(kind, report.collectives, report.least_bytes) for kind in hlo.COLLECTIVES]
+    total = {"all": sum(report.collectives.values())}
+    all_kinds.append(("all", total, {"all": sum(report.least_bytes.values())}))
+    for kind, sent, least in all_kinds:
+        sent, least = sent.get(kind, 0), least.get(kind, 0)
         if sent or least:
             ratio = f"{sent / least:8.2f}" if least else "       -"
             lines.append(f"    {kind:<20}{sent / 1e6:>9.1f}{least / 1e6:>10.1f}{ratio}")
