@@ -193,7 +193,9 @@ CASES = [
     ),
     Case("json in no directory", "nowhere/x.json: its dir", "--json nowhere/x.json", "evaluate"),
     Case("json directory", "--json /proc is a directory", "--json /proc", "evaluate"),
-    Case("json that cannot be", "--json /proc/x.json", "--json /proc/x.json", "evaluate"),
+    Case(
+        "json that cannot be", "x.json cannot be written to: No", "--json /proc/x.json", "evaluate"
+    ),
 ]
 
 
