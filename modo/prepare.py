@@ -168,7 +168,8 @@ def prepare_pysrc(data_dir: str | None, *, overwrite: bool = False) -> None:
         about = pysrc.write_corpus(sources, scratch)
     print(f"made {target}")
     for split, counts in about["splits"].items():
-        print(f"  {split}: " + ", ".join(f"{n:,} {what}" for what, n in counts.items()))
+        numbers = (f"{counts[what]:,} {what}" for what in ("files", "directories", "bytes"))
+        print(f"  {split}: {', '.join(numbers)}")
 
 
 def _root(data_dir: str | None) -> pathlib.Path:

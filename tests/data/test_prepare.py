@@ -262,6 +262,31 @@ def test_pysrc_that_is_not_there_or_not_as_it_was(small_pysrc, tmp_path, monkeyp
     assert contents(where) == {}
 
 
+def test_pysrc_that_is_damaged(small_pysrc, tmp_path):
+    where = tmp_path / "made"
+    prepare.main(["pysrc", "--data-dir", str(where)])
+    (directory,) = where.iterdir()
+    part = directory / "train-0.jsonl.gz"
+    whole = part.read_bytes()
+
+    def message():
+        with pytest.raises(UserError) as error:
+            open_data(DataConfig(source="pysrc", data_dir=str(where), cache_dir=str(tmp_path)), 16)
+        return str(error.value)
+
+    part.unlink()
+    assert message() == f"cannot read {part}: No such file or directory"
+    part.write_bytes(whole[:-20])
+    assert message().startswith(f"cannot read {part}: not a whole gzip file (")
+    part.write_bytes(gzip.compress(b'{"name": "x"}\n'))
+    again = "make it again: python -m modo.prepare pysrc --overwrite"
+    assert message() == f"{part} is damaged; {again}"
+    (directory / "pysrc.json").write_text("{")
+    assert message() == f"{directory / 'pysrc.json'} is damaged; {again}"
+    prepare.main(["pysrc", "--data-dir", str(where), "--overwrite"])
+    assert part.read_bytes() == whole and len(documents(pysrc_config(where))[0]) > 9
+
+
 def test_pip_that_fails_is_one_line(tmp_path, monkeypatch):
     fail = types.SimpleNamespace(
         returncode=1, stderr="WARNING: x\nERROR: No such thing\nERROR: y\n"
