@@ -8,6 +8,7 @@ import zipfile
 
 import pytest
 import tensorflow_datasets as tfds
+from array_record.python import array_record_module
 
 from modo import prepare
 from modo.config import DataConfig
@@ -102,15 +103,23 @@ def test_what_is_there_is_replaced_only_when_told_to_and_whole(tmp_path, sets):
     assert [entry.name for entry in (sets / "books").iterdir()] == ["1.0.0"]
 
 
-def test_a_set_that_could_not_be_made_is_not_there(tmp_path, sets):
+def test_a_set_that_could_not_be_made_is_not_there(tmp_path, sets, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\nnot JSON\n')
     arguments = ["text", "--name", "lines", "--path", path, "--data-dir", sets]
     assert f"{path} line 2: not JSON" in refused(*arguments, "--jsonl")
     assert contents(sets) == {} and list((sets / "lines").iterdir()) == []
+    path.write_text("words " * 50)
+
+    def full(*args):
+        raise RuntimeError("write() failed: No space left on device\nand more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(array_record_module.ArrayRecordWriter, "write", full, raising=False)
+        assert "write() failed: No space left on device" in refused(*arguments)
+    assert contents(sets) == {} and list((sets / "lines").iterdir()) == []
     sets.joinpath("file").write_text("")
     arguments[-1] = sets / "file"
-    path.write_text("words " * 50)
     assert f"cannot make {sets}/file/lines/1.0.0: Not a directory" in refused(*arguments)
 
 
