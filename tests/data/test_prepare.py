@@ -63,6 +63,17 @@ def test_text_files_become_a_set_with_the_same_splits(tmp_path, sets, capsys):
     assert [path.name for path in (sets / "books").iterdir()] == ["1.0.0"]
 
 
+def test_the_order_does_not_depend_on_where_the_files_are(tmp_path, sets):
+    corpora = []
+    for where in ("here", "there"):
+        (tmp_path / where).mkdir()
+        for i in range(9):
+            (tmp_path / where / f"{i}.txt").write_text(f"document {i}\n" * 30)
+        prepare_text(sets, where, tmp_path / where)
+        corpora.append(list(open_corpus(tfds_config(sets, where)).train.documents()))
+    assert corpora[0] == corpora[1] != sorted(corpora[0])
+
+
 def test_json_lines_become_a_set_with_the_same_splits(tmp_path, sets):
     for count in (100, 600):
         lines = [json.dumps({"body": f"document {i} {'x' * 40}"}) + "\n" for i in range(count)]
