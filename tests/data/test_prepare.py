@@ -41,6 +41,7 @@ def tfds_config(sets, name):
     return DataConfig(source="tfds", name=name, data_dir=str(sets))
 
 
+@pytest.mark.quick
 def test_text_files_become_a_set_with_the_same_splits(tmp_path, sets, capsys):
     books = tmp_path / "books"
     (books / "deep").mkdir(parents=True)
@@ -212,6 +213,7 @@ def source(text):
 def wheels(tmp_path):
     """Two small wheels, and what of them is kept, by directory."""
     files = {f"one/d{i:02}/{name}.py": source(f"{i} {name}") for i in range(60) for name in "ba"}
+    files["one/d00/aa/inner.py"] = source("between a.py and b.py of the directory above")
     others = {
         "one/__config__.py": source("generated"),
         "one/_version.py": source("generated"),
@@ -248,6 +250,7 @@ def pysrc_config(directory, **fields):
     return DataConfig(source="pysrc", data_dir=str(directory), **fields)
 
 
+@pytest.mark.quick
 def test_pysrc(small_pysrc, tmp_path, capsys):
     where = tmp_path / "made"
     prepare.main(["pysrc", "--data-dir", str(where)])

@@ -35,6 +35,7 @@ def no_network(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_a_set_is_read_in_order_and_in_shards(tmp_path, monkeypatch, file_format):
     write_set(tmp_path, "a_set", {"train": FILES, "test": [["held out"]]}, file_format=file_format)
