@@ -43,7 +43,7 @@ def model(finished_run):
 def test_workdir_holds_what_it_promises(finished_run):
     config, workdir, _ = finished_run
     names = {path.name for path in workdir.iterdir()}
-    assert names == {".lock", "config.json", "metrics.jsonl", "checkpoints", "figures"}
+    assert names == {".lock", "config.json", "data.json", "metrics.jsonl", "checkpoints", "figures"}
     figure_names = {path.name for path in (workdir / "figures").iterdir()}
     assert figure_names == {"loss.png", "routing.png", "blocks.png"}
     records = read_metrics(workdir)
