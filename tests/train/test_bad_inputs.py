@@ -205,7 +205,9 @@ CASES = [
     Case("weight", "weight must be positive and finite, got -1.0", "--data.weight -1"),
     # Tokenizers.
     Case(
-        "no tokenizer", "cannot read the tokenizer .*gone.json: No such file", "--data.tokenizer {place.directory}/gone.json"
+        "no tokenizer",
+        "cannot read the tokenizer .*gone.json: No such file",
+        "--data.tokenizer {place.directory}/gone.json",
     ),
     Case("which tokenizer", "'words'", "--data.tokenizer words"),
     Case(
