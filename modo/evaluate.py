@@ -4,7 +4,6 @@ python -m modo.evaluate --workdir runs/tiny --routing predictor [--json FILE]
 """
 
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -111,8 +110,13 @@ def _check_writable(path: pathlib.Path) -> None:
         raise UserError(f"--json {path} is a directory; name a file")
     if not path.absolute().parent.is_dir():
         raise UserError(f"--json {path}: its directory does not exist")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UserError(f"--json {path} cannot be written to")
+    existed = path.exists()
+    try:  # permissions do not tell: root has them all, and some file systems take nothing
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"--json {path} cannot be written to: {error.strerror}") from None
 
 
 if __name__ == "__main__":
