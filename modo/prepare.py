@@ -138,8 +138,7 @@ def prepare_tfds(name: str, data_dir: str | None) -> None:
             f"preparing {name} needs {error.name}: pip install 'modo[prepare]'"
         ) from None
     except Exception as error:  # of many kinds
-        reason = next(iter(str(error).splitlines()), "")
-        raise UserError(f"cannot prepare {name}: {type(error).__name__}: {reason}") from None
+        raise UserError(f"cannot prepare {name}: {_line(error)}") from None
     _report(pathlib.Path(builder.data_dir))
 
 
@@ -168,7 +167,8 @@ def prepare_pysrc(data_dir: str | None, *, overwrite: bool = False) -> None:
         about = pysrc.write_corpus(sources, scratch)
     print(f"made {target}")
     for split, counts in about["splits"].items():
-        print(f"  {split}: " + ", ".join(f"{n:,} {what}" for what, n in counts.items()))
+        numbers = (f"{counts[what]:,} {what}" for what in ("files", "directories", "bytes"))
+        print(f"  {split}: {', '.join(numbers)}")
 
 
 def _root(data_dir: str | None) -> pathlib.Path:
@@ -201,13 +201,26 @@ def _made_in_place(target: pathlib.Path, *, overwrite: bool = False) -> Iterator
 
 
 def _quietly_prepare(builder) -> None:
-    """Prepares a set with nothing but progress bars, on a terminal."""
+    """Prepares a set with nothing but progress bars, on a terminal.
+
+    Raises:
+      UserError: the text cannot be read, or tfds cannot write.
+    """
     import tensorflow_datasets as tfds
 
     if not sys.stderr.isatty():
         tfds.disable_progress_bar()
-    with contextlib.redirect_stdout(io.StringIO()):
-        builder.download_and_prepare()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            builder.download_and_prepare()
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # of many kinds
+        raise UserError(f"cannot prepare {builder.name}: {_line(error)}") from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
 
 
 def _report(directory: pathlib.Path) -> None:

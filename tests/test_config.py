@@ -6,6 +6,7 @@ import pytest
 
 from modo import Config, DepthConfig, MobaConfig, ModelConfig
 from modo.config import (
+    CorpusConfig,
     DataConfig,
     MeshConfig,
     OptimizerConfig,
@@ -89,6 +90,17 @@ BAD = [
     (lambda: TrainConfig(batch_size=8, accumulation=3), "3"),
     (lambda: TrainConfig(z_loss=-1.0), "-1.0"),
     (lambda: DataConfig(validation_fraction=1.0), "1.0"),
+    (lambda: DataConfig(source="json"), "'json'"),
+    (lambda: DataConfig(source="jsonl"), "DataConfig.path must name a file"),
+    (lambda: CorpusConfig(source="text"), "CorpusConfig.path must name a file"),
+    (lambda: DataConfig(source="text", path=""), "DataConfig.path is empty"),
+    (lambda: DataConfig(source="tfds"), "DataConfig.name must name"),
+    (lambda: DataConfig(source="pysrc", validation_split="dev"), "'dev'"),
+    (lambda: DataConfig(source="pysrc", documents="lines"), "'lines'"),
+    (lambda: DataConfig(path="x"), "'shakespeare' does not use it; 'text' and 'jsonl' would"),
+    (lambda: DataConfig(source="text", path="x", text_field="body"), "'jsonl' and 'tfds' would"),
+    (lambda: DataConfig(source="pysrc", name="pg19"), "'pysrc' does not use it; 'tfds' would"),
+    (lambda: DataConfig(source="tfds", name="pg19", documents="directories"), "'pysrc' would"),
     # Wrong types and unknown names: the message holds the value.
     (lambda: DepthConfig(capacity="half"), "'half'"),
     (lambda: DepthConfig(capacity=None), "None"),

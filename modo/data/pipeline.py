@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-import grain
 import numpy as np
 
 from modo.config import DataConfig
@@ -107,6 +106,8 @@ def train_batches(
     Raises:
       UserError: process_count does not divide batch_size.
     """
+    import grain  # a second, which a mistake found before need not wait
+
     share = _share(batch_size, process_count, "train.batch_size")
 
     if weights is None:
@@ -126,8 +127,10 @@ def train_batches(
     return _one_by_one(iter(reads), start_step % together)
 
 
-def _order(first: int, end: int, seed: int) -> grain.MapDataset:
-    """Numbers of rows, first to end - 1, in a new order every epoch, without end."""
+def _order(first: int, end: int, seed: int):
+    """A grain.MapDataset of the rows first to end - 1, in a new order every epoch, without end."""
+    import grain
+
     # `seed` hashes the seed; `shuffle(seed)` itself would make epoch 1 of seed 0 epoch 0 of 1.
     return grain.MapDataset.range(first, end).seed(seed).shuffle().repeat()
 

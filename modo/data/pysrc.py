@@ -1,7 +1,7 @@
 """The corpus pysrc: Python sources of eleven pinned wheels, licensed BSD, MIT or Apache 2.0.
 
-A directory holds train-0.jsonl.gz and so on, validation.jsonl.gz and test.jsonl.gz: a file of
-source a line, with text and name, those of a directory one after another. About 2 % of the
+A directory holds train-0.jsonl.gz and so on, and likewise validation and test: a file of source
+a line, with text and name, those of a directory one after another. About 2 % of the
 directories are held out for each of the two, by a hash of their names. pysrc.json is written last.
 """
 
@@ -46,6 +46,7 @@ _GENERATED = ("__config__.py", "_version.py", "lextab.py", "parsetab.py")
 # The same wheels for every machine and version of Python that builds the corpus.
 _PYTHON = "3.12"
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux2014_x86_64")
+_AGAIN = "make it again: python -m modo.prepare pysrc --overwrite"
 
 Source = tuple[str, bytes]  # name, text
 SplitName = Literal["train", "validation", "test"]
@@ -72,6 +73,12 @@ def open_pysrc(
             f"pysrc is not in {directory.parent}; run: python -m modo.prepare pysrc{where}"
         )
 
+    try:
+        about = json.loads((directory / INFO_FILE).read_text())
+        paths = [str(directory / name) for name in about["splits"][split]["parts"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{directory / INFO_FILE} is damaged; {_AGAIN}") from None
+
     def shard(path: str) -> Shard:
         def read() -> Iterator[bytes]:
             sources = read_sources(path)
@@ -81,16 +88,23 @@ def open_pysrc(
 
         return Shard(lambda: f"pysrc {documents} {file_identity(path)}", text_size(path), read)
 
-    paths = sorted(map(str, directory.glob(f"{split}*.jsonl.gz")))
-    return Split(tuple(map(shard, paths)), f"{directory} lacks {split}: make pysrc again")
+    return Split(tuple(map(shard, paths)), f"{directory} holds no {split}; {_AGAIN}")
 
 
 def read_sources(path: str) -> Iterator[Source]:
-    """(name, text) of every line of a file of the corpus."""
+    """(name, text) of every line of a file of the corpus.
+
+    Raises:
+      UserError: it is damaged.
+    """
     with open_file(path) as file:
         for line in file:
-            values = json.loads(line)
-            yield values["name"], values["text"].encode()
+            try:
+                values = json.loads(line)
+                source = values["name"], values["text"].encode()
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"{path} is damaged; {_AGAIN}") from None
+            yield source
 
 
 def by_directory(sources: Iterator[Source]) -> Iterator[tuple[str, Iterator[bytes]]]:
@@ -181,10 +195,11 @@ def write_corpus(sources: list[Source], directory: pathlib.Path) -> dict:
     for split, directories in splits.items():
         sizes = [sum(len(text) for _, text in group) for group in directories]
         files = list(grouped(zip(directories, sizes, strict=True), SHARD_BYTES))
-        for number, groups in enumerate(files):
-            name = split if len(files) == 1 else f"{split}-{number}"
-            _write_sources(itertools.chain(*groups), directory / f"{name}.jsonl.gz")
+        parts = [f"{split}-{number}.jsonl.gz" for number in range(len(files))]
+        for name, groups in zip(parts, files, strict=True):
+            _write_sources(itertools.chain(*groups), directory / name)
         about["splits"][split] = {
+            "parts": parts,
             "files": sum(map(len, directories)),
             "directories": len(directories),
             "bytes": sum(sizes),

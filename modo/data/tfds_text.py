@@ -59,11 +59,12 @@ class LocalText(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _generate_examples(self, by_hash: bool, held_out: bool):
         empty = True
-        for name, document in self._documents():
+        # Numbers as keys: the order, by a hash of the key, is the same wherever the files are.
+        for number, (name, document) in enumerate(self._documents()):
             text = divide(document, self._fraction, by_hash=by_hash)[held_out]
             if text:
                 empty = False
-                yield name, {"text": text, "name": name}
+                yield number, {"text": text, "name": name}
         if empty:
             verb = "holds out nothing" if held_out else "leaves nothing to train on"
             raise UserError(f"--validation-fraction {self._fraction} {verb}: too little text")

@@ -79,8 +79,13 @@ def check_writable(path: pathlib.Path) -> None:
         raise UserError(f"--json {path} is a directory; name a file")
     if not path.absolute().parent.is_dir():
         raise UserError(f"--json {path}: its directory does not exist")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UserError(f"--json {path} cannot be written to")
+    existed = path.exists()
+    try:  # permissions do not tell: root has them all, and some file systems take nothing
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"--json {path} cannot be written to: {error.strerror}") from None
 
 
 def _config_directories() -> list[pathlib.Path]:

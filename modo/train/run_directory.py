@@ -206,12 +206,18 @@ def check_same_data(workdir: pathlib.Path, digests: dict[str, str]) -> None:
 
 
 def _differences(old, new, prefix: str):
+    if old and new and _is_of_objects(old) and _is_of_objects(new):
+        old, new = ({str(i): item for i, item in enumerate(items)} for items in (old, new))
     if not (isinstance(old, dict) and isinstance(new, dict)):
         if old != new:
             yield prefix.rstrip("."), old, new
         return
     for name in sorted(set(old) | set(new)):
         yield from _differences(old.get(name), new.get(name), f"{prefix}{name}.")
+
+
+def _is_of_objects(value) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def write_config(workdir: pathlib.Path, config: Config) -> None:

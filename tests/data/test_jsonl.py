@@ -31,6 +31,7 @@ def documents(config):
     return list(corpus.train.documents()), list(corpus.validation.documents())
 
 
+@pytest.mark.quick
 def test_each_line_is_a_document(tmp_path):
     held_out = write(tmp_path / "held" / "out.json", lines(["held out"]))
     write(tmp_path / "b.jsonl", lines(["bee", "naïve 🎭\n"]) + "\n  \r\n" + lines([" \n", "", "d"]))
@@ -115,6 +116,7 @@ def test_damaged_gzip_files_are_refused(tmp_path):
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.quick
 def test_gzip_text(tmp_path):
     write(tmp_path / "text" / "a.txt", "plain\n" * 50)
     write(tmp_path / "text" / "deep" / "b.txt.gz", "packed\n" * 50)

@@ -8,6 +8,7 @@ import zipfile
 
 import pytest
 import tensorflow_datasets as tfds
+from array_record.python import array_record_module
 
 from modo import prepare
 from modo.config import DataConfig
@@ -40,6 +41,7 @@ def tfds_config(sets, name):
     return DataConfig(source="tfds", name=name, data_dir=str(sets))
 
 
+@pytest.mark.quick
 def test_text_files_become_a_set_with_the_same_splits(tmp_path, sets, capsys):
     books = tmp_path / "books"
     (books / "deep").mkdir(parents=True)
@@ -60,6 +62,17 @@ def test_text_files_become_a_set_with_the_same_splits(tmp_path, sets, capsys):
     }
     assert [path.name for path in sets.iterdir()] == ["books"]
     assert [path.name for path in (sets / "books").iterdir()] == ["1.0.0"]
+
+
+def test_the_order_does_not_depend_on_where_the_files_are(tmp_path, sets):
+    corpora = []
+    for where in ("here", "there"):
+        (tmp_path / where).mkdir()
+        for i in range(9):
+            (tmp_path / where / f"{i}.txt").write_text(f"document {i}\n" * 30)
+        prepare_text(sets, where, tmp_path / where)
+        corpora.append(list(open_corpus(tfds_config(sets, where)).train.documents()))
+    assert corpora[0] == corpora[1] != sorted(corpora[0])
 
 
 def test_json_lines_become_a_set_with_the_same_splits(tmp_path, sets):
@@ -102,15 +115,23 @@ def test_what_is_there_is_replaced_only_when_told_to_and_whole(tmp_path, sets):
     assert [entry.name for entry in (sets / "books").iterdir()] == ["1.0.0"]
 
 
-def test_a_set_that_could_not_be_made_is_not_there(tmp_path, sets):
+def test_a_set_that_could_not_be_made_is_not_there(tmp_path, sets, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\nnot JSON\n')
     arguments = ["text", "--name", "lines", "--path", path, "--data-dir", sets]
     assert f"{path} line 2: not JSON" in refused(*arguments, "--jsonl")
     assert contents(sets) == {} and list((sets / "lines").iterdir()) == []
+    path.write_text("words " * 50)
+
+    def full(*args):
+        raise RuntimeError("write() failed: No space left on device\nand more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(array_record_module.ArrayRecordWriter, "write", full, raising=False)
+        assert "write() failed: No space left on device" in refused(*arguments)
+    assert contents(sets) == {} and list((sets / "lines").iterdir()) == []
     sets.joinpath("file").write_text("")
     arguments[-1] = sets / "file"
-    path.write_text("words " * 50)
     assert f"cannot make {sets}/file/lines/1.0.0: Not a directory" in refused(*arguments)
 
 
@@ -192,6 +213,7 @@ def source(text):
 def wheels(tmp_path):
     """Two small wheels, and what of them is kept, by directory."""
     files = {f"one/d{i:02}/{name}.py": source(f"{i} {name}") for i in range(60) for name in "ba"}
+    files["one/d00/aa/inner.py"] = source("between a.py and b.py of the directory above")
     others = {
         "one/__config__.py": source("generated"),
         "one/_version.py": source("generated"),
@@ -228,6 +250,7 @@ def pysrc_config(directory, **fields):
     return DataConfig(source="pysrc", data_dir=str(directory), **fields)
 
 
+@pytest.mark.quick
 def test_pysrc(small_pysrc, tmp_path, capsys):
     where = tmp_path / "made"
     prepare.main(["pysrc", "--data-dir", str(where)])
@@ -260,6 +283,31 @@ def test_pysrc_that_is_not_there_or_not_as_it_was(small_pysrc, tmp_path, monkeyp
         "pysrc", "--data-dir", where
     )
     assert contents(where) == {}
+
+
+def test_pysrc_that_is_damaged(small_pysrc, tmp_path):
+    where = tmp_path / "made"
+    prepare.main(["pysrc", "--data-dir", str(where)])
+    (directory,) = where.iterdir()
+    part = directory / "train-0.jsonl.gz"
+    whole = part.read_bytes()
+
+    def message():
+        with pytest.raises(UserError) as error:
+            open_data(DataConfig(source="pysrc", data_dir=str(where), cache_dir=str(tmp_path)), 16)
+        return str(error.value)
+
+    part.unlink()
+    assert message() == f"cannot read {part}: No such file or directory"
+    part.write_bytes(whole[:-20])
+    assert message().startswith(f"cannot read {part}: not a whole gzip file (")
+    part.write_bytes(gzip.compress(b'{"name": "x"}\n'))
+    again = "make it again: python -m modo.prepare pysrc --overwrite"
+    assert message() == f"{part} is damaged; {again}"
+    (directory / "pysrc.json").write_text("{")
+    assert message() == f"{directory / 'pysrc.json'} is damaged; {again}"
+    prepare.main(["pysrc", "--data-dir", str(where), "--overwrite"])
+    assert part.read_bytes() == whole and len(documents(pysrc_config(where))[0]) > 9
 
 
 def test_pip_that_fails_is_one_line(tmp_path, monkeypatch):

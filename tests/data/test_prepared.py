@@ -5,14 +5,15 @@ import time
 
 import pytest
 
-from modo.config import DataConfig
+from modo.config import Config, DataConfig, ModelConfig
 from modo.data import open_data, prepared
 from modo.data.source import open_corpus
 from modo.errors import UserError
+from modo.train.run_directory import with_absolute_paths
 from tests.data.tfds_sets import write_set
 
 FORMATS = ["array_record", "tfrecord"]
-FILES = [["first", "", "dritté"], [" \n"], ["a", "b", "c", "d"]]
+FILES = [["first", "", "dritté"], [], [" \n"], ["a", "b", "c", "d"]]
 TEXTS = [b"first", "dritté".encode(), b"a", b"b", b"c", b"d"]
 
 
@@ -34,13 +35,15 @@ def no_network(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_a_set_is_read_in_order_and_in_shards(tmp_path, monkeypatch, file_format):
     write_set(tmp_path, "a_set", {"train": FILES, "test": [["held out"]]}, file_format=file_format)
     config = config_of(tmp_path, "a_set")
     assert documents(config) == (TEXTS, [b"held out"])
     assert "tensorflow" not in sys.modules
-    size = sum(path.stat().st_size for path in (tmp_path / "a_set" / "1.0.0").glob("*train*"))
+    files = (tmp_path / "a_set" / "1.0.0").glob("*-train.*-0000[023]-*")  # file 1 is empty
+    size = sum(path.stat().st_size for path in files)
     monkeypatch.setattr(prepared, "SHARD_BYTES", size // 4)
     shards = open_corpus(config).train.shards
     assert len(shards) > 2 and [text for s in shards for text in s.read()] == TEXTS
@@ -98,6 +101,13 @@ def test_names_versions_configs_and_directories(tmp_path, monkeypatch):
     assert documents(config_of(there, None))[0] == [b"plain"]
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     assert documents(config_of(None, "two/de"))[0] == [b"two/de"]
+
+
+def test_a_run_keeps_the_directory_as_an_absolute_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = ModelConfig(vocab_size=257, d_model=8, num_layers=1, num_heads=1)
+    config = Config(model=model, data=config_of("sets", "a_set"))
+    assert with_absolute_paths(config).data.data_dir == str(tmp_path / "sets")
 
 
 def refused(config):

@@ -13,6 +13,8 @@ from modo.train.mesh import batch_sharding, make_mesh, place_batch
 from modo.train.step import init_state, loss_and_gradients, make_state
 
 V, T, B = 64, 32, 8
+# Most of the time here goes into compiling.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 DEPTH = DepthConfig(capacity=0.25, noise=0.1, router_loss_weight=0.1)
 MOBA = MobaConfig(block_size=4, top_k=3)
 MODELS = {
@@ -75,6 +77,7 @@ def train(config: Config, devices: list) -> dict:
         sgd,
         in_shardings=(shardings, batch_sharding(mesh)),
         out_shardings=(shardings, shardings, None),
+        compiler_options=QUICK_COMPILE,
     )
     records, first = [], None
     for number in range(10):

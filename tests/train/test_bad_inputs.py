@@ -108,6 +108,11 @@ def _without_tensorboard(place: Place) -> None:
     place.patch.setattr(importlib.util, "find_spec", lambda name: None)
 
 
+def _beside(name: str, content: bytes) -> Callable[[Place], None]:
+    """Puts a file beside the workdir."""
+    return lambda place: (place.directory / name).write_bytes(content) and None
+
+
 CASES = [
     # Configs.
     Case("unknown config", "no config 'nope'; there are small, tiny", config="nope"),
@@ -142,6 +147,82 @@ CASES = [
         "--train.tensorboard True",
         damage=_without_tensorboard,
     ),
+    # Data sets.
+    Case("no text", "data.path .*gone does not exist", "--data.path {place.directory}/gone"),
+    Case(
+        "no text files",
+        "run/figures is a directory without",
+        "--data.path {place.workdir}/figures",
+    ),
+    Case(
+        "not UTF-8",
+        "bad.txt is not UTF-8 text: byte 0xff at offset 3",
+        "--data.path {place.directory}/bad.txt",
+        damage=_beside("bad.txt", b"abc\xff"),
+    ),
+    Case(
+        "empty text",
+        "empty.txt is empty",
+        "--data.path {place.directory}/empty.txt",
+        damage=_beside("empty.txt", b""),
+    ),
+    Case(
+        "too little text",
+        "training text has 23 tokens, a row of train.length 32 needs 33",
+        "--data.path {place.directory}/short.txt --data.validation_fraction 0.1",
+        damage=_beside("short.txt", b"twenty-four bytes of it."),
+    ),
+    Case(
+        "not JSON",
+        "bad.jsonl line 2: not JSON: .* at character",
+        "--data.source jsonl --data.path {place.directory}/bad.jsonl",
+        damage=_beside("bad.jsonl", b'{"text": "good"}\n{"text": "bad"\n'),
+    ),
+    Case(
+        "no such field",
+        "line 1: no field 'body' .data.text_field.; there are 'text'",
+        "--data.source jsonl --data.text_field body --data.path {place.directory}/x.jsonl",
+        damage=_beside("x.jsonl", b'{"text": "good"}\n'),
+    ),
+    Case(
+        "not prepared",
+        "data.name lm1b is not prepared in .*; run: python -m modo.prepare tfds lm1b --data-dir",
+        "--data.source tfds --data.path None --data.name lm1b --data.data_dir {place.directory}",
+    ),
+    Case(
+        "half prepared",
+        "lm1b is not prepared",
+        "--data.source tfds --data.path None --data.name lm1b --data.data_dir {place.directory}",
+        damage=lambda p: (p.directory / "lm1b/1.1.0.incompleteXYZ").mkdir(parents=True),
+    ),
+    Case(
+        "no pysrc",
+        "pysrc is not in .*; run: python -m modo.prepare pysrc --data-dir",
+        "--data.source pysrc --data.path None --data.data_dir {place.directory}",
+    ),
+    Case("a field of others", "path is .*but source 'pysrc' does not use", "--data.source pysrc"),
+    Case("fraction", r"validation_fraction must be in \(0, 1\)", "--data.validation_fraction 1.5"),
+    Case("weight", "weight must be positive and finite, got -1.0", "--data.weight -1"),
+    # Tokenizers.
+    Case(
+        "no tokenizer",
+        "cannot read the tokenizer .*gone.json: No such file",
+        "--data.tokenizer {place.directory}/gone.json",
+    ),
+    Case("which tokenizer", "'words'", "--data.tokenizer words"),
+    Case(
+        "damaged tokenizer",
+        "bad.json: is no file of Hugging Face tokenizers, or a damaged one",
+        "--data.tokenizer {place.directory}/bad.json",
+        damage=_beside("bad.json", b'{"model": '),
+    ),
+    Case(
+        "damaged sentencepiece",
+        "bad.model: is no file of sentencepiece, or a damaged one",
+        "--data.tokenizer {place.directory}/bad.model",
+        damage=_beside("bad.model", b"\0\1"),
+    ),
+    Case("bos of bytes", "bos_token", "--data.bos_token <s>"),
     # Workdirs.
     Case("past its end", "step 6, past train.steps 5; set --train.steps to 6", "--train.steps 5"),
     Case("another seed", "holds another run: train.seed was 0, now 1", "--train.seed 1"),
@@ -193,7 +274,9 @@ CASES = [
     ),
     Case("json in no directory", "nowhere/x.json: its dir", "--json nowhere/x.json", "evaluate"),
     Case("json directory", "--json /proc is a directory", "--json /proc", "evaluate"),
-    Case("json that cannot be", "--json /proc/x.json", "--json /proc/x.json", "evaluate"),
+    Case(
+        "json that cannot be", "x.json cannot be written to: No", "--json /proc/x.json", "evaluate"
+    ),
 ]
 
 

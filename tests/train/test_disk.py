@@ -39,7 +39,6 @@ def _full_from(stack, monkeypatch, owner, name: str, call: int, limit: int) -> N
 @pytest.mark.parametrize(
     ("owner", "name", "call", "limit", "message", "saved"),
     [
-        (checkpoint, "save", 1, 2000, "checkpoint could not be saved in .*/checkpoints: File", []),
         (checkpoint, "save", 2, 2000, "earlier ones are kept: mend it and run again", [3]),
         (MetricsLog, "write", 6, 0, "metrics.jsonl: File too large", [3]),
         (report, "draw_figures", 1, 100, "figures cannot be written to .*: File too", [3, 6]),

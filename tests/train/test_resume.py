@@ -17,7 +17,7 @@ from modo import config as config_lib
 from modo.config import MobaConfig
 from modo.data import open_data, train_batches
 from modo.errors import UserError
-from modo.train import checkpoint
+from modo.train import checkpoint, loop
 from modo.train.loop import run
 from modo.train.mesh import batch_sharding, make_mesh, place_batch
 from modo.train.metrics import read_metrics
@@ -281,6 +281,28 @@ def test_a_damaged_checkpoint_is_one_line_that_says_what_to_do(finished_run, tmp
     assert_same_state(run(config, tmp_path), state)
 
 
+@pytest.mark.quick
+def test_an_older_step_that_was_being_deleted_is_left_to_retention(finished_run, tmp_path, capsys):
+    """A kill can come while Orbax deletes it: that is no damage to speak of."""
+    config, workdir, _ = finished_run
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / "3" / "rest")
+    assert checkpoint.set_aside_broken_steps(tmp_path) == []
+    run(with_train(config, steps=8, keep_checkpoints=1, checkpoint_every=1), tmp_path)
+    assert checkpoint_steps(tmp_path)[-1] == 8
+    assert not (tmp_path / "checkpoints" / "3").exists()
+
+
+@pytest.mark.quick
+def test_a_damaged_metadata_file_does_no_harm(finished_run, tmp_path, as_a_program, capfd):
+    config, workdir, state = finished_run
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "checkpoints" / "6" / "_CHECKPOINT_METADATA").write_text("{")
+    _, abstract_state = make_state(config, make_mesh(config.mesh))
+    assert_same_state(checkpoint.restore_newest(tmp_path, abstract_state), state)
+    assert capfd.readouterr().err == ""
+
+
 def _truncate_largest(directory: pathlib.Path) -> None:
     largest = max(directory.iterdir(), key=lambda path: path.stat().st_size)
     os.truncate(largest, 100)
@@ -348,3 +370,34 @@ def test_a_run_does_not_go_on_with_other_text(small_config, tmp_path):
     assert (workdir / "data.json").read_bytes() == about and checkpoint_steps(workdir) == [1]
     (text / "a.txt").write_text(before)
     assert int(run(with_train(config, steps=2), workdir).step) == 2
+
+
+def test_a_held_out_loss_that_is_not_finite_stops_before_the_save(
+    finished_run, tmp_path, monkeypatch
+):
+    config, _, _ = finished_run
+
+    def evaluate(*args, evaluate=loop.evaluate, **kwargs):
+        result = evaluate(*args, **kwargs)
+        late = (tmp_path / "checkpoints" / "3").exists()
+        return dataclasses.replace(result, loss=float("nan")) if late else result
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    monkeypatch.setattr(checkpoint, "check", checkpoint.wait)
+    with pytest.raises(UserError, match="held-out loss is not finite at step 6, routing predictor"):
+        run(config, tmp_path)
+    assert checkpoint_steps(tmp_path) == [3]
+    assert all(np.isfinite(r["loss"]) for r in read_metrics(tmp_path))
+
+
+def test_parameters_that_are_not_finite_are_never_saved(finished_run, tmp_path):
+    """The update overflows although the loss and the gradients of the step are finite."""
+    config, _, _ = finished_run
+    config = with_train(config, steps=1, eval_every=0)
+    config = _with(config, "optimizer", learning_rate=3e38, warmup_steps=0, weight_decay=100.0)
+    with pytest.raises(UserError, match="(parameters|held-out loss).* not finite .*step 1"):
+        run(config, tmp_path)
+    assert checkpoint_steps(tmp_path) == []
+    with pytest.raises(UserError, match="parameters .* not finite after step 1; the last"):
+        run(with_train(config, steps=2, checkpoint_every=1), tmp_path)
+    assert checkpoint_steps(tmp_path) == []

@@ -43,7 +43,7 @@ def model(finished_run):
 def test_workdir_holds_what_it_promises(finished_run):
     config, workdir, _ = finished_run
     names = {path.name for path in workdir.iterdir()}
-    assert names == {".lock", "config.json", "metrics.jsonl", "checkpoints", "figures"}
+    assert names == {".lock", "config.json", "data.json", "metrics.jsonl", "checkpoints", "figures"}
     figure_names = {path.name for path in (workdir / "figures").iterdir()}
     assert figure_names == {"loss.png", "routing.png", "blocks.png"}
     records = read_metrics(workdir)
@@ -384,6 +384,27 @@ def test_importing_modo_starts_nothing():
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", program], env=subprocess_environment(), check=True)
+
+
+@pytest.mark.quick
+def test_a_mistake_is_told_before_anything_slow_is_imported(tmp_path):
+    program = (
+        "import runpy, sys\n"
+        "sys.argv = ['train.py', '--config', 'tiny', '--workdir', sys.argv[1], '--data.source',\n"
+        "            'tfds', '--data.name', 'lm1b', '--data.data_dir', sys.argv[1]]\n"
+        "try:\n"
+        "    runpy.run_path('train.py', run_name='__main__')\n"
+        "except SystemExit as stop:\n"
+        "    assert stop.code == 2, stop.code\n"
+        "slow = {'jax', 'flax', 'grain', 'orbax', 'tensorflow_datasets'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(
+        command, env=subprocess_environment(), cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "run: python -m modo.prepare tfds lm1b" in done.stderr
 
 
 def test_every_public_name_is_there():

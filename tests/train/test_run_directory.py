@@ -6,13 +6,14 @@ import os
 
 import pytest
 
-from modo.config import Config, DataConfig, ModelConfig
+from modo.config import Config, CorpusConfig, DataConfig, ModelConfig
 from modo.data.files import find_files
 from modo.errors import UserError
 from modo.train.load import load
 from modo.train.metrics import MetricsLog, read_metrics
 from modo.train.run_directory import (
     check_same_data,
+    check_same_training,
     locked,
     make_workdir,
     read_config,
@@ -140,3 +141,15 @@ def test_data_that_changed_under_a_run(tmp_path):
         with pytest.raises(UserError, match="data.json is damaged"):
             check_same_data(tmp_path, digests)
         assert (tmp_path / "data.json").read_bytes() == damaged
+
+
+def test_a_difference_in_a_mixture_is_named(tmp_path):
+    def with_corpora(*corpora):
+        return dataclasses.replace(CONFIG, data=DataConfig(mixture=corpora))
+
+    write_config(tmp_path, with_corpora(CorpusConfig(weight=0.5)))
+    check_same_training(tmp_path, with_corpora(CorpusConfig(weight=0.5)))
+    with pytest.raises(UserError, match=r"run: data.mixture.0.weight was 0.5, now 2.0; use"):
+        check_same_training(tmp_path, with_corpora(CorpusConfig(weight=2.0)))
+    with pytest.raises(UserError, match=r"data.mixture(.1)? was "):
+        check_same_training(tmp_path, with_corpora(CorpusConfig(weight=0.5), CorpusConfig()))

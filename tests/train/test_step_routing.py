@@ -3,11 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from modo import DepthConfig, MobaConfig, ModelConfig
+from modo import DepthConfig, ModelConfig
 from modo.config import Config, MeshConfig, OptimizerConfig, TrainConfig
 from modo.nn import Decoder
 from modo.nn.partition import path_names
@@ -287,64 +282,3 @@ def test_evaluation_reports_each_routing_as_it_is():
     quiet = start(experiment())[0]
     without = _eval_sums(quiet, params, batch, jax.random.key(0), routing="top_k")["nats_B"]
     assert nats["top_k"] == tuple(np.asarray(without).tolist())
-
-
-WORKER = """
-import json, sys
-import jax
-sys.path[:0] = sys.argv[1:]
-from test_step_routing import device_report
-jax.config.update("jax_disable_most_optimizations", True)  # it compiles four programs
-print(json.dumps(device_report()))
-"""
-
-
-def device_report() -> dict:
-    """Losses, gradient norms and parameters of short runs on meshes of eight devices and of one."""
-    config = short(experiment(noise=1.0, router_loss_weight=0.1))
-    moba = MobaConfig(block_size=4, top_k=2)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, moba=moba))
-    meshes = {
-        "one": (MeshConfig(data=1), 1),
-        "data": (MeshConfig(data=8), 8),
-        "fsdp": (MeshConfig(data=2, fsdp=4), 8),
-        "tensor": (MeshConfig(data=-1, tensor=2), 8),
-    }
-    report = {"devices": len(jax.devices())}
-    for name, (mesh, count) in meshes.items():
-        records, _, params, compilations = train(config, mesh, count, steps=2)
-        report[name] = {
-            "records": records,
-            "params": {"/".join(path): leaf.ravel().tolist() for path, leaf in params.items()},
-            "compilations": compilations,
-        }
-    return report
-
-
-def test_eight_devices_train_as_one():
-    here = pathlib.Path(__file__).parent
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", WORKER, str(here), str(here.parents[1])],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert report["devices"] == 8
-    one = report["one"]
-    for name in ("data", "fsdp", "tensor"):
-        many = report[name]
-        assert many["compilations"] == 1
-        for ours, theirs in zip(many["records"], one["records"], strict=True):
-            for metric, value in theirs.items():
-                np.testing.assert_allclose(
-                    ours[metric], value, rtol=2e-4, atol=1e-5, err_msg=metric
-                )
-        for path, leaf in one["params"].items():
-            np.testing.assert_allclose(many["params"][path], leaf, atol=2e-3, err_msg=path)
