@@ -30,21 +30,34 @@ def find_files(path: str, field: str, suffix: str = ".txt") -> tuple[str, ...]:
     if os.path.isfile(expanded):
         return (expanded,)
     if os.path.isdir(expanded):
-        within = os.path.join(glob.escape(expanded), "**", "*")
-        patterns = [within + suffix, within + suffix + ".gz"]
+        matches = _files_within(expanded, (suffix, suffix + ".gz"))
         problem = f"{field} {path} is a directory without *{suffix} or *{suffix}.gz files"
     elif glob.has_magic(expanded):
-        patterns = [expanded]
+        matches = glob.iglob(expanded, recursive=True)
         problem = f"{field} {path} matches no files"
     elif os.path.lexists(expanded):
         raise UserError(f"{field} {path} is not a file or directory that can be read")
     else:
         raise UserError(f"{field} {path} does not exist")
-    matches = {match for pattern in patterns for match in glob.iglob(pattern, recursive=True)}
-    paths = tuple(sorted(match for match in matches if os.path.isfile(match)))
+    paths = tuple(sorted({match for match in matches if os.path.isfile(match)}))
     if not paths:
         raise UserError(problem)
     return paths
+
+
+def _files_within(directory: str, suffixes: tuple[str, ...]) -> Iterator[str]:
+    """Files of a directory and those below, links to directories followed, hidden ones left out."""
+    seen = set()  # links may lead back up
+    for root, directories, names in os.walk(directory, followlinks=True):
+        real = os.path.realpath(root)
+        if real in seen:
+            directories.clear()
+            continue
+        seen.add(real)
+        directories[:] = sorted(name for name in directories if not name.startswith("."))
+        for name in names:
+            if name.endswith(suffixes) and not name.startswith("."):
+                yield os.path.join(root, name)
 
 
 def absolute_path(path: str) -> str:

@@ -7,14 +7,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
-from jax.sharding import Mesh
+from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
 
 from modo.config import ModelConfig, Routing
 from modo.nn.attention import Attention
 from modo.nn.depth import DepthAux, MixtureOfDepths
 from modo.nn.mlp import GatedMLP
-from modo.nn.partition import constrain, gather_parameter, gather_parameters
+from modo.nn.partition import (
+    PARAMETER_AXES,
+    constrain,
+    gather_parameter,
+    gather_parameters,
+    partition_spec,
+    spec_axes,
+)
 from modo.ops.losses import chunked_cross_entropy
 from modo.ops.routing import ROUTED_TOKENS
 from modo.ops.segments import document_runs
@@ -310,10 +317,50 @@ class Decoder(nnx.Module):
           (nats [B, T], log-partition [B, T], DecoderAux), float32.
         """
         x_BTD, aux = self._hidden(tokens_BT, positions_BT, segment_ids_BT, routing, key)
-        # Gathered once, not for every chunk.
-        logits = functools.partial(self._logits, self._output_matrix())
-        losses = chunked_cross_entropy(logits, x_BTD, targets_BT, self.config.loss_chunk)
+        if self.mesh is None:
+            losses = chunked_cross_entropy(self.logits, x_BTD, targets_BT, self.config.loss_chunk)
+        else:
+            losses = self._losses_on_mesh(self.norm(x_BTD), targets_BT)
         return *losses, aux
+
+    def _losses_on_mesh(self, x_BTD: Array, targets_BT: Array) -> tuple[Array, Array]:
+        """The same, every device for its tokens and its part of the vocabulary.
+
+        Left to the compiler, the gradient of the output matrix would be summed over devices once
+        for every chunk.
+        """
+        tied = self.head is None
+        name, weight = ("embedding", self.embedding.embedding[...]) if tied else (
+            "kernel", self.head.kernel[...]
+        )  # fmt: skip
+        axes = PARAMETER_AXES["embedding" if tied else "head", name]
+        weight_spec = partition_spec(self.mesh, weight.shape, axes)
+        x_spec = partition_spec(self.mesh, x_BTD.shape, ("batch", "length", None))
+        embed, vocab = axes.index("embed"), axes.index("vocab")
+        x_axes = [axis for part in x_spec for axis in spec_axes(part)]
+        gathered, vocab_axes = spec_axes(weight_spec[embed]), spec_axes(weight_spec[vocab])
+        new_axes = tuple(axis for axis in x_axes if axis not in gathered)
+
+        def losses(x_BTD, weight, targets_BT):
+            # Before the loop over chunks, so that gradients are summed over devices after it.
+            weight = lax.pcast(weight, new_axes, to="varying").astype(x_BTD.dtype)
+            if gathered:
+                weight = lax.all_gather(weight, gathered, axis=embed, tiled=True)
+            return chunked_cross_entropy(
+                functools.partial(self._project, weight.T if tied else weight),
+                x_BTD,
+                targets_BT,
+                self.config.loss_chunk,
+                vocab_axes=vocab_axes,
+            )
+
+        token_spec = PartitionSpec(*x_spec[:2])
+        return jax.shard_map(
+            losses,
+            mesh=self.mesh,
+            in_specs=(x_spec, weight_spec, token_spec),
+            out_specs=(token_spec, token_spec),
+        )(x_BTD, weight, targets_BT)
 
     def _hidden(self, tokens_BT, positions_BT, segment_ids_BT, routing, key):
         """The last block's output and DecoderAux."""
@@ -344,22 +391,20 @@ class Decoder(nnx.Module):
 
     def logits(self, x_BTD: Array) -> Array:
         """Logits [B, T, V] float32 of the last block's output."""
-        return self._logits(self._output_matrix(), x_BTD)
-
-    def _output_matrix(self) -> Array:
         if self.head is None:
-            return self._gathered("embedding", self.embedding.embedding[...]).T
-        return self._gathered("head", self.head.kernel[...])
+            weight_DV = self._gathered("embedding", self.embedding.embedding[...]).T
+        else:
+            weight_DV = self._gathered("head", self.head.kernel[...])
+        logits_BTV = self._project(weight_DV, self.norm(x_BTD))
+        return constrain(logits_BTV, self.mesh, "batch", "length", "vocab")
 
-    def _logits(self, weight_DV: Array, x_BTD: Array) -> Array:
-        x_BTD = self.norm(x_BTD)
+    def _project(self, weight_DV: Array, x_BTD: Array) -> Array:
         logits_BTV = jnp.einsum(
             "btd,dv->btv",
             x_BTD,
             weight_DV.astype(x_BTD.dtype),
             preferred_element_type=jnp.float32,
         )
-        logits_BTV = constrain(logits_BTV, self.mesh, "batch", "length", "vocab")
         cap = self.config.logit_soft_cap
         return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
 
@@ -397,7 +442,7 @@ class Decoder(nnx.Module):
 
             layers = stretch.start + jnp.arange(stretch.repeats * stretch.period)
             layers = tuple(layers.reshape(stretch.repeats, stretch.period).T)
-            x_BTD, group_auxes = jax.lax.scan(body, x_BTD, (states, layers))
+            x_BTD, group_auxes = lax.scan(body, x_BTD, (states, layers))
             for repeat in range(stretch.repeats):
                 auxes += [jax.tree.map(lambda a: a[repeat], aux) for aux in group_auxes]  # noqa: B023
         return x_BTD, auxes

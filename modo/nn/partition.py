@@ -54,6 +54,11 @@ def partition_spec(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, .
     return PartitionSpec(*spec)
 
 
+def spec_axes(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """One entry of a PartitionSpec as a tuple of axes: a tuple of one is kept as a string."""
+    return (part,) if isinstance(part, str) else tuple(part or ())
+
+
 def _devices(mesh: Mesh, axes: tuple[str, ...]) -> int:
     number = 1
     for axis in axes:

@@ -6,6 +6,7 @@ import pytest
 
 from modo.config import DataConfig
 from modo.data import open_data
+from modo.data.files import find_files
 from modo.data.held_out import tail_start
 from modo.data.source import open_corpus, read_plays
 from modo.errors import UserError
@@ -62,6 +63,18 @@ def test_a_path_with_glob_characters_in_its_name_is_taken_as_it_is(tmp_path):
     write(tmp_path / "[draft] a" / "x.txt", "in brackets\n" * 9)
     assert list(open_corpus(text_config(tmp_path / "[draft] a")).train.documents())
     assert list(open_corpus(text_config(tmp_path / "[draft] a" / "x.txt")).train.documents())
+
+
+@pytest.mark.quick
+def test_links_that_lead_back_up_are_followed_once(tmp_path):
+    write(tmp_path / "text" / "a" / "x.txt", "in a loop " * 30)
+    write(tmp_path / "text" / ".hidden" / "y.txt", "hidden " * 30)
+    write(tmp_path / "elsewhere" / "z.txt", "linked " * 30)
+    os.symlink(tmp_path / "elsewhere", tmp_path / "text" / "linked")
+    for name in ("one", "two", "three"):  # three ways at every depth: 3 ** depth paths
+        os.symlink(tmp_path / "text", tmp_path / "text" / "a" / name)
+    paths = find_files(str(tmp_path / "text"), "data.path")
+    assert [os.path.basename(path) for path in paths] == ["x.txt", "z.txt"]
 
 
 def test_the_home_directory_is_expanded(tmp_path, monkeypatch):
