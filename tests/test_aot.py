@@ -118,7 +118,10 @@ def test_a_step_of_generation(tmp_path, capsys):
         (["--topology", "v5e:2x2", "--chips", "8"], "'v5e:2x2'"),
         (["--topology", "v5e", "--chips", "8,x"], "'8,x'"),
         (["--topology", "v5e", "--chips", "12"], "powers of two, got 12"),
-        (["--topology", "v5e", "--chips", "8", "--mesh.fsdp", "16", "--train.batch_size", "7"], "whole number"),
+        (
+            ["--topology", "v5e", "--chips", "8", "--mesh.fsdp", "16", "--train.batch_size", "7"],
+            "whole number",
+        ),
         (["--topology", "v5e", "--chips", "8", "--mesh.data", "-1"], "-1"),
         ([], "--topology is needed"),
     ],

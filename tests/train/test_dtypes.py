@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from modo.config import OptimizerConfig
-from modo.train.mesh import path_names
+from modo.nn.partition import path_names
 from modo.train.optimizer import make_optimizer
 from tests.train.test_step_routing import batch_of, by_path, experiment, gradients, same, short
 
