@@ -32,7 +32,8 @@ def evaluate_run(
     """Evaluates a checkpoint of a run on its held-out split, once a routing.
 
     Raises:
-      UserError: there is no such run or checkpoint, or a routing that its model cannot do.
+      UserError: there is no such run or checkpoint, a routing that its model cannot do, or other
+        data than the run was begun on.
     """
     config = run_directory.read_config(pathlib.Path(workdir))
     depth = config.model.depth
@@ -40,6 +41,7 @@ def evaluate_run(
         raise UserError(f"routing predictor: the model in {workdir} was trained without one")
     model = load(workdir, step=step)
     data = open_data(own_tokenizer(pathlib.Path(workdir), config.data), config.train.length)
+    run_directory.check_same_data(pathlib.Path(workdir), data.digests)
     graphdef, params = nnx.split(model)
     return {
         routing: evaluate(

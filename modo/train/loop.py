@@ -73,6 +73,7 @@ def _open_and_run(config: Config, workdir: pathlib.Path, stop: StopRequest) -> T
     with run_directory.locked(workdir):
         run_directory.check_same_training(workdir, config)
         check_same_tokenizer(workdir, config.data.tokenizer, data.tokenizer)
+        run_directory.check_same_data(workdir, data.digests)
         return _run(config, workdir, mesh, data, stop)
 
 
@@ -94,8 +95,8 @@ def _run(config: Config, workdir: pathlib.Path, mesh, data: Data, stop: StopRequ
         events=config.train.tensorboard,
     )
     with contextlib.closing(log):
-        run_directory.check_same_data(workdir, data.digests)
         # Nothing refuses the run any more: only now does the workdir become this config's.
+        run_directory.write_data(workdir, data.digests)
         write_tokenizer(workdir, data.tokenizer)
         run_directory.write_config(workdir, config)
         for line in checkpoint.set_aside_broken_steps(workdir):

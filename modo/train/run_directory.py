@@ -172,21 +172,19 @@ def check_same_training(workdir: pathlib.Path, config: Config) -> None:
 
 
 def check_same_data(workdir: pathlib.Path, digests: dict[str, str]) -> None:
-    """Writes data.json, what the run in workdir trains on, or checks that it is this.
+    """Checks data.json, what the run in workdir was begun on; a run of earlier versions has none.
 
     Args:
       workdir: of the run.
       digests: of the contents of each split, by name.
 
     Raises:
-      UserError: the run was begun on other data, or data.json cannot be read or written.
+      UserError: the run was begun on other data, or data.json cannot be read.
     """
     path = workdir / DATA_FILE
     try:
         old = json.loads(path.read_bytes().decode())
     except FileNotFoundError:
-        if jax.process_index() == 0:
-            write_atomically(path, json.dumps(digests, indent=2) + "\n")
         return
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
@@ -203,6 +201,13 @@ def check_same_data(workdir: pathlib.Path, digests: dict[str, str]) -> None:
             f"the data changed since the run in workdir {workdir} was begun: {', '.join(changed)} "
             f"of {path}; put the old data back or use another workdir"
         )
+
+
+def write_data(workdir: pathlib.Path, digests: dict[str, str]) -> None:
+    """Writes data.json, where there is none; only for a run that has passed every check."""
+    path = workdir / DATA_FILE
+    if jax.process_index() == 0 and not path.exists():
+        write_atomically(path, json.dumps(digests, indent=2) + "\n")
 
 
 def _differences(old, new, prefix: str):

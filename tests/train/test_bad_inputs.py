@@ -116,7 +116,7 @@ def _beside(name: str, content: bytes) -> Callable[[Place], None]:
 
 CASES = [
     # Configs.
-    Case("unknown config", "no config 'nope'; there are small, tiny", config="nope"),
+    Case("unknown config", "no config 'nope'; there are .*small, tiny", config="nope"),
     Case(
         "missing config file",
         "config file .*no.py does not exist",

@@ -17,6 +17,7 @@ from modo import config as config_lib
 from modo.config import MobaConfig
 from modo.data import open_data, train_batches
 from modo.errors import UserError
+from modo.evaluate import evaluate_run
 from modo.train import checkpoint, loop
 from modo.train.loop import run
 from modo.train.mesh import batch_sharding, make_mesh, place_batch
@@ -367,6 +368,8 @@ def test_a_run_does_not_go_on_with_other_text(small_config, tmp_path):
     about = (workdir / "data.json").read_bytes()
     with pytest.raises(UserError, match="the data changed since the run .*: train, validation of "):
         run(with_train(config, steps=2), workdir)
+    with pytest.raises(UserError, match="the data changed since the run .*: train, validation of "):
+        evaluate_run(workdir, ["top_k"])
     assert (workdir / "data.json").read_bytes() == about and checkpoint_steps(workdir) == [1]
     (text / "a.txt").write_text(before)
     assert int(run(with_train(config, steps=2), workdir).step) == 2

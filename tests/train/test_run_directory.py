@@ -19,6 +19,7 @@ from modo.train.run_directory import (
     read_config,
     with_absolute_paths,
     write_config,
+    write_data,
 )
 
 pytestmark = pytest.mark.quick
@@ -124,7 +125,9 @@ def test_metrics_that_are_a_directory(tmp_path):
 
 def test_data_that_changed_under_a_run(tmp_path):
     digests = {"train": "a1", "validation": "b2"}
-    check_same_data(tmp_path, digests)
+    check_same_data(tmp_path, digests)  # nothing is there yet
+    write_data(tmp_path, digests)
+    write_data(tmp_path, {"train": "not written"})
     check_same_data(tmp_path, dict(reversed(digests.items())))
     written = (tmp_path / "data.json").read_bytes()
     for other, names in (
