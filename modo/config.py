@@ -134,9 +134,10 @@ class MobaConfig:
     Attributes:
       block_size: keys a block.
       top_k: blocks a query attends to, its own included.
-      sink_blocks, window_blocks: of those, so many are a document's first, and the last before the
-        query's own, whatever their scores. Where they and the own block are all, attention is to
-        a sliding window of blocks with sinks, and nothing is scored.
+      sink_blocks: of those, so many are a document's first, whatever their scores.
+      window_blocks: of those, so many are the last before the query's own, whatever their scores.
+        Where sinks, window and the own block are all, attention is to a sliding window of blocks
+        with sinks, and nothing is scored.
       key_convolution: keys that each key is convolved with, its own included (FlashMoBA, arXiv
         2511.11571, has 3 and 5); None: none.
       last_full: this many of the last blocks use full attention (the paper's layer hybrid).
@@ -443,11 +444,13 @@ class OptimizerConfig:
       warmup_steps: steps of linear warm-up.
       final_fraction: the last step's learning rate over the peak.
       weight_decay: decoupled, on matrices only.
-      b1, b2: of Adam.
+      b1: decay of Adam's moving average of gradients.
+      b2: decay of Adam's moving average of their squares.
       eps: added to the denominators of Adam, and of Muon.
       momentum: of Muon.
-      mu_dtype, nu_dtype: what the moving averages of gradients (Adam's and Muon's) and of their
-        squares (Adam's) are kept in between steps; they are updated in float32.
+      mu_dtype: what the moving averages of gradients (Adam's and Muon's) are kept in between
+        steps; they are updated in float32.
+      nu_dtype: likewise of their squares (Adam's).
       clip_norm: largest global gradient norm; None: no clipping. Predictors are left out, so
         that training them changes nothing else.
     """
@@ -526,6 +529,8 @@ class TrainConfig:
       z_loss: weight of the squared log-partition.
       eval_every: steps between evaluations; 0: only after the last step.
       eval_batch_size: rows a device batch of evaluation; results do not depend on it.
+      eval_rows: held-out rows that an evaluation reads, evenly spaced, where there are more; None:
+        all. `modo.evaluate` reads all.
       eval_routings: routings to evaluate in training; the first names the loss that "best" means.
       checkpoint_every: steps between checkpoints; the last step is always saved.
       keep_checkpoints: the newest checkpoints kept, beside the best.
@@ -546,6 +551,7 @@ class TrainConfig:
     z_loss: float = 0.0
     eval_every: int = 0
     eval_batch_size: int = 16
+    eval_rows: int | None = None
     eval_routings: tuple[Routing, ...] = ("predictor", "top_k")
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
@@ -558,7 +564,8 @@ class TrainConfig:
         _check_types(self)
         _require_at_least(
             self, 1, "steps", "batch_size", "length", "accumulation", "eval_batch_size",
-            "checkpoint_every", "keep_checkpoints", "log_every", "profile_start", "profile_steps",
+            "eval_rows", "checkpoint_every", "keep_checkpoints", "log_every", "profile_start",
+            "profile_steps",
         )  # fmt: skip
         _require_at_least(self, 0, "z_loss", "eval_every")
         _require_int32(self, "steps")

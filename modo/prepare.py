@@ -31,7 +31,8 @@ def main(arguments: Sequence[str]) -> None:
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="{text,tfds,pysrc}", parser_class=LineParser
     )
-    text = commands.add_parser("text", help="local text or JSON lines as a tfds set")
+    what = "local text or JSON lines as a tfds set"
+    text = commands.add_parser("text", help=what, description=what)
     text.add_argument("--name", type=not_empty, required=True, help="of the set, such as my_books")
     text.add_argument(
         "--path", type=not_empty, required=True, help="a file, directory or glob; .gz is read too"
@@ -39,13 +40,15 @@ def main(arguments: Sequence[str]) -> None:
     text.add_argument("--jsonl", action="store_true", help="a JSON object a line, not text files")
     text.add_argument("--text-field", type=not_empty, help="of each object; default: text")
     text.add_argument("--validation-fraction", type=float, default=0.05, help="default: 0.05")
-    public = commands.add_parser("tfds", help="a public tfds set; needs the extra prepare")
+    what = "a public tfds set; needs the extra prepare"
+    public = commands.add_parser("tfds", help=what, description=what)
     public.add_argument("name", type=not_empty, help="NAME, NAME/CONFIG, or either with :VERSION")
     for command in (text, public):
         command.add_argument(
             "--data-dir", type=not_empty, help="default: $TFDS_DATA_DIR or ~/tensorflow_datasets"
         )
-    code = commands.add_parser("pysrc", help="153 MB of Python source; downloads 106 MB")
+    what = "153 MB of Python source; downloads 105 MB"
+    code = commands.add_parser("pysrc", help=what, description=what)
     code.add_argument("--data-dir", type=not_empty, help="default: where token files are kept")
     for command in (text, code):
         command.add_argument("--overwrite", action="store_true", help="replace what is there")

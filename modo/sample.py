@@ -28,12 +28,17 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--top-p", type=float, help="draw from the likeliest tokens that come to this probability"
     )
-    parser.add_argument("--routing", choices=("predictor", "router"), default="predictor")
+    parser.add_argument(
+        "--routing",
+        choices=("predictor", "router"),
+        default="predictor",
+        help="what decides which tokens a routed layer computes; default: predictor",
+    )
     parser.add_argument(
         "--attention",
         choices=("sparse", "full"),
         default="sparse",
-        help="of MoBA layers: to the blocks that each token chooses, or to all",
+        help="of MoBA layers: to the blocks that each token chooses, or to all; default: sparse",
     )
     parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
     parser.add_argument("--seed", type=int, default=0, help="of the draws; default: 0")

@@ -146,19 +146,28 @@ def _one_by_one(reads: Iterator[Batch], first: int) -> Iterator[Batch]:
 
 
 def eval_batches(
-    rows: Rows, *, batch_size: int, process_index: int = 0, process_count: int = 1
+    rows: Rows,
+    *,
+    batch_size: int,
+    most_rows: int | None = None,
+    process_index: int = 0,
+    process_count: int = 1,
 ) -> Iterator[Batch]:
     """Every row once, in order; the last batch is filled up with empty rows.
+
+    Where there are more than `most_rows`, so many, evenly spaced.
 
     Args, the arrays and errors are those of `train_batches`; an empty row is all zeros: weight 0
     and segment id 0. Every process gets the same number of batches.
     """
     share = _share(batch_size, process_count, "train.eval_batch_size")
+    count = min(len(rows), most_rows or len(rows))
+    numbers = np.arange(count, dtype=np.int64) * len(rows) // count
 
     def batches() -> Iterator[Batch]:
-        for start in range(0, len(rows), batch_size):
-            mine = start + process_index * share + np.arange(share)
-            batch = rows[mine[mine < len(rows)]]
+        for start in range(0, len(numbers), batch_size):
+            first = start + process_index * share
+            batch = rows[numbers[first : first + share]]
             missing = share - len(batch["tokens"])
             yield {
                 f"{name}_BT": np.pad(array, ((0, missing), (0, 0))) for name, array in batch.items()

@@ -62,7 +62,8 @@ def find_prepared(name: str | None, data_dir: str | None) -> pathlib.Path:
     raise UserError(
         f"data.name {name} is not prepared in {root}"
         + (f" (there is {', '.join(there[:9])})" if there else "")
-        + f"; run: python -m modo.prepare tfds {name}{where}"
+        + f"; run: python -m modo.prepare tfds {name}{where}, or, for text of your own, "
+        + f"python -m modo.prepare text --name {stem.split('/')[0]} --path PATH{where}"
     )
 
 

@@ -48,12 +48,17 @@ class StreamRows:
     keep_remainder: bool
 
     @property
+    def num_targets(self) -> int:
+        """Tokens of the split but the first."""
+        return self.file.num_tokens - 1
+
+    @property
     def num_bytes(self) -> int:
         """UTF-8 bytes of the text."""
         return self.file.num_bytes
 
     def __len__(self) -> int:
-        targets = self.file.num_tokens - 1
+        targets = self.num_targets
         return -(-targets // self.length) if self.keep_remainder else targets // self.length
 
     def __getitem__(self, indices) -> dict[str, np.ndarray]:
@@ -233,6 +238,10 @@ class JoinedRows:
     def num_bytes(self) -> int:
         """UTF-8 bytes of the text."""
         return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def num_targets(self) -> int:
+        return sum(part.num_targets for part in self.parts)
 
     @functools.cached_property
     def first_row(self) -> np.ndarray:

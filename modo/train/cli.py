@@ -5,9 +5,11 @@ import contextlib
 import errno
 import importlib.util
 import io
+import itertools
 import logging
 import os
 import pathlib
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,6 +19,18 @@ import tyro
 import modo
 from modo.config import Config
 from modo.errors import UserError
+
+# What the checks of a config call its fields, and what the command line does.
+SECTIONS = {
+    "ModelConfig": "--model.",
+    "DepthConfig": "--model.depth.",
+    "MobaConfig": "--model.moba.",
+    "DataConfig": "--data.",
+    "CorpusConfig": "a corpus of --data.mixture: ",
+    "OptimizerConfig": "--optimizer.",
+    "MeshConfig": "--mesh.",
+    "TrainConfig": "--train.",
+}
 
 
 def _quiet_about_closed_loops(unraisable) -> None:
@@ -190,14 +204,23 @@ def override(config: Config, arguments: Sequence[str], prog: str) -> Config:
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise UserError(_first_complaint(errors.getvalue())) from None
+        complaint = _first_complaint(errors.getvalue())
+        unknown = complaint.partition("Unrecognized options: ")[2].split(", ")
+        if any(map(os.path.exists, unknown)):
+            complaint += "; put a glob in quotes, or the shell makes many arguments of it"
+        # Checks of the config name its classes.
+        raise UserError(
+            re.sub(r"([\w.]+: )?\b([A-Z]\w+Config)\.", lambda match: SECTIONS[match[2]], complaint)
+        ) from None
 
 
 def _first_complaint(text: str) -> str:
     """The first paragraph of tyro's boxed message, and what it suggests, in one line."""
+    # The title is in the box's upper edge or, on a terminal of ASCII alone, above a line of "-".
     lines = [line.strip(" │╭╮╰╯") for line in text.splitlines()][1:]
-    ends = [i for i, line in enumerate(lines) if not line.strip("─")] or [len(lines)]
-    complaint = " ".join(lines[: ends[0]]) or "arguments were not understood"
+    paragraphs = itertools.groupby(lines, lambda line: not line.strip("─-"))
+    texts = (" ".join(paragraph) for is_edge, paragraph in paragraphs if not is_edge)
+    complaint = next(texts, "arguments were not understood")
     complaint = complaint.removeprefix("Error parsing ")  # "error: " stands before it
     if "Perhaps you meant:" in lines:
         suggestion = lines[lines.index("Perhaps you meant:") + 1].split()[0]

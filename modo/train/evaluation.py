@@ -99,10 +99,11 @@ def evaluate(
     *,
     routing: str,
     batch_size: int,
+    most_rows: int | None = None,
     seed: int = 0,
     stop: Callable[[], bool] | None = None,
 ) -> Evaluation | None:
-    """Evaluates on every row once; every token with a weight counts once.
+    """Evaluates on every row once, unless told fewer; every token with a weight counts once.
 
     Args:
       graphdef, params: of the Decoder, `nnx.split`.
@@ -111,15 +112,18 @@ def evaluate(
       routing: see `MixtureOfDepths`.
       batch_size: rows a batch, rounded up to a multiple of the devices that share them. It changes
         speed and memory, not the result.
+      most_rows: of more rows than this, so many are read, evenly spaced.
       seed: of the random control.
       stop: asked before every batch; where it is true, the evaluation ends and is None.
     """
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    batch_size = -(-min(batch_size, len(rows)) // shards) * shards
+    count = min(len(rows), most_rows or len(rows))
+    batch_size = -(-min(batch_size, count) // shards) * shards
     sharding, key, total = batch_sharding(mesh), jax.random.key(seed), {}
     batches = eval_batches(
         rows,
         batch_size=batch_size,
+        most_rows=most_rows,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
     )
@@ -132,10 +136,11 @@ def evaluate(
             value = np.asarray(value, np.float64)
             total[name] = total.get(name, 0.0) + (value.sum() if name == "nats_B" else value)
     statistics, histogram = _statistics(total) if "routed_LT" in total else ({}, [])
+    loss = float(total["nats_B"] / total["tokens"])
     return Evaluation(
         routing=routing,
-        loss=float(total["nats_B"] / total["tokens"]),
-        bits_per_byte=float(total["nats_B"] / math.log(2) / rows.num_bytes),
+        loss=loss,
+        bits_per_byte=loss / math.log(2) * rows.num_targets / rows.num_bytes,
         tokens=int(total["tokens"]),
         statistics=statistics,
         score_histogram=histogram,

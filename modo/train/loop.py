@@ -164,8 +164,12 @@ def _describe(config: Config, workdir, mesh, data: Data, start: int) -> str:
             f"note: train.batch_size {train.batch_size} is more than the {len(data.train)} rows to "
             "train on: a step sees some of them more than once"
         )
-    begin = f"resuming at step {start}" if start else "starting"
-    return "\n".join([*lines, f"{begin} in {workdir}, {train.steps} steps"])
+    if start == train.steps:
+        begin = f"already trained, all {start} steps, in {workdir}; --train.steps would extend it"
+    else:
+        begin = f"resuming at step {start}" if start else "starting"
+        begin += f" in {workdir}, {train.steps} steps"
+    return "\n".join([*lines, begin])
 
 
 def _train(session: _Session, state, train_step):
@@ -190,8 +194,8 @@ def _train(session: _Session, state, train_step):
     profile = ProfilingWindow(
         session.workdir / "profile", train.profile_start, train.profile_steps, log.say
     )
-    if _lacks_evaluation(session.workdir, train, start):
-        _evaluate(session, state)
+    if missing := _lacking_evaluations(session.workdir, config, start):
+        _evaluate(session, state, missing)
     pending, clock, since = None, time.perf_counter(), start
     all_seconds = []
 
@@ -203,13 +207,13 @@ def _train(session: _Session, state, train_step):
             if not segments:  # one document a row, no padding: plain causal attention
                 del batch["positions_BT"], batch["segment_ids_BT"]
             batch = place_batch(batch, sharding)
-            profile.before(number, state)
+            if profile.before(number, state):
+                clock, since = time.perf_counter(), number - 1
             with (
                 jax.profiler.StepTraceAnnotation("train", step_num=number),
                 jax.transfer_guard("disallow"),
             ):
                 state, metrics = train_step(state, batch)
-            profile.after(number, state)
             if pending is not None:  # a step behind, so that the device never waits for us
                 _check_finite(pending, number - 1)
             pending = metrics
@@ -229,11 +233,13 @@ def _train(session: _Session, state, train_step):
                     all_seconds.append(seconds)
                 clock, since = time.perf_counter(), number
             log.advance(number, text)
+            if profile.after(number, state):
+                clock, since = time.perf_counter(), number
 
             losses = None
             if _evaluates_at(train, number):
                 _check_finite(jax.device_get(pending), number)
-                losses = _evaluate(session, state)
+                losses = _evaluate(session, state, eval_routings(config))
                 clock, since = time.perf_counter(), number  # its time is not the step's
             if number % train.checkpoint_every == 0 or _evaluates_at(train, number):
                 _save(session, pending, state, losses)
@@ -248,11 +254,12 @@ def _evaluates_at(train: TrainConfig, step: int) -> bool:
     return step == train.steps or (train.eval_every > 0 and step % train.eval_every == 0)
 
 
-def _lacks_evaluation(workdir: pathlib.Path, train: TrainConfig, step: int) -> bool:
-    """Whether SIGTERM came before the evaluation of `step` was made."""
-    if step == 0 or not _evaluates_at(train, step):
-        return False
-    return all(record["step"] != step for record in select(read_metrics(workdir), "eval"))
+def _lacking_evaluations(workdir: pathlib.Path, config: Config, step: int) -> tuple[str, ...]:
+    """Routings of `step`'s evaluation that SIGTERM came before, or that were not asked for then."""
+    if step == 0 or not _evaluates_at(config.train, step):
+        return ()
+    made = {r["routing"] for r in select(read_metrics(workdir), "eval") if r["step"] == step}
+    return tuple(routing for routing in eval_routings(config) if routing not in made)
 
 
 def _save(session: _Session, metrics: dict, state, losses: dict | None) -> None:
@@ -305,11 +312,11 @@ def _progress(record: dict) -> str:
     return text + (f"  MFU {record['mfu']:.1%}" if "mfu" in record else "")
 
 
-def _evaluate(session: _Session, state) -> dict[str, float] | None:
+def _evaluate(session: _Session, state, routings: tuple[str, ...]) -> dict[str, float] | None:
     """Held-out losses under each routing; None, and no line of them, where the run is to stop."""
     config, step = session.config, int(state.step)
     results = []
-    for routing in eval_routings(config):
+    for routing in routings:
         results.append(
             evaluate(
                 session.graphdef,
@@ -318,6 +325,7 @@ def _evaluate(session: _Session, state) -> dict[str, float] | None:
                 session.mesh,
                 routing=routing,
                 batch_size=config.train.eval_batch_size,
+                most_rows=config.train.eval_rows,
                 seed=config.train.seed,
                 stop=session.stop.noted,
             )

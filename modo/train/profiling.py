@@ -26,24 +26,32 @@ class ProfilingWindow:
         self._directory, self._first, self._steps, self._say = directory, first, steps, say
         self._tracing = False
 
-    def before(self, step: int, state) -> None:
-        """Starts the trace where the window does, once what computes `state` has ended."""
-        if step == self._first:
-            jax.block_until_ready(state)
-            self._directory.mkdir(exist_ok=True)
-            jax.profiler.start_trace(str(self._directory))
-            self._tracing = True
+    def before(self, step: int, state) -> bool:
+        """Starts the trace where the window does, once what computes `state` has ended.
 
-    def after(self, step: int, state) -> None:
-        """Ends the trace where the window does.
+        Returns:
+          Whether it did, which takes time that is not the step's.
+        """
+        if step != self._first:
+            return False
+        jax.block_until_ready(state)
+        self._directory.mkdir(exist_ok=True)
+        jax.profiler.start_trace(str(self._directory))
+        self._tracing = True
+        return True
+
+    def after(self, step: int, state) -> bool:
+        """Ends the trace where the window does, and returns whether it did.
 
         Raises:
           UserError: it could not be written.
         """
-        if self._tracing and step == self._first + self._steps - 1:
-            jax.block_until_ready(state)
-            self.close()
-            self._say(f"profile of steps {self._first} to {step}: {self._directory}")
+        if not self._tracing or step != self._first + self._steps - 1:
+            return False
+        jax.block_until_ready(state)
+        self.close()
+        self._say(f"profile of steps {self._first} to {step}: {self._directory}")
+        return True
 
     def close(self) -> None:
         """Ends a trace that is open, as where the run stops inside the window."""

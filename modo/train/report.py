@@ -43,6 +43,7 @@ def write_report(
             mesh,
             routing="router",
             batch_size=config.train.eval_batch_size,
+            most_rows=config.train.eval_rows,
         )
         evaluations["router"] = {"loss": result.loss, **result.statistics}
     log.say(_table(config, evaluations, step_seconds))

@@ -81,6 +81,10 @@ def stop_on_sigterm() -> Iterator[StopRequest]:
             where = f"at step {stop.step}" if stop.step else "before its first step"
             print(f"stopped by SIGTERM {where}; run again to go on", flush=True)
         raise
+    except KeyboardInterrupt:
+        if jax.process_index() == 0:
+            print("Ctrl-C saves nothing; run again to go on from the last checkpoint", flush=True)
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -135,7 +135,13 @@ CASES = [
     # Flags.
     Case("unknown flag", "d_modl.*perhaps you meant --model.d-model", "--model.d_modl 3"),
     Case("not a number", "train.steps: invalid literal.*abc", "--train.steps abc"),
-    Case("no steps", "steps must be .*at least 1, got 0", "--train.steps 0"),
+    Case("no steps", "error: --train.steps must be .*at least 1, got 0", "--train.steps 0"),
+    Case("capacity", "error: --model.depth.capacity is a fraction", "--model.depth.capacity 3"),
+    Case(
+        "glob without quotes",
+        "Unrecognized options: .*/config.py; put a glob in quotes",
+        "--data.path config.py {place.directory}/config.py",
+    ),
     Case("no rows", "batch_size must be .*at least 1, got -4", "--train.batch_size -4"),
     Case("microbatches", "accumulation 3 does not divide batch_size 4", "--train.accumulation 3"),
     Case("too many devices", "mesh data 3 .*does not fit 1 devices", "--mesh.data 3"),

@@ -32,11 +32,11 @@ pytestmark = pytest.mark.quick
         ("--config tiny --workdir w --model.moba.top_k 0", "top_k must be .*at least 1, got 0"),
         ("--config tiny --workdir w --model.num_heads 3", "num_heads 3 does not divide"),
         ("--config tiny --workdir w --model.num_kv_heads 3", "num_kv_heads 3 does not divide"),
-        ("--config tiny --workdir w --data.source text", "DataConfig.path must name"),
+        ("--config tiny --workdir w --data.source text", "--data.path must name"),
         ("--config tiny --workdir w stray", "stray"),
         ("--config tiny --workdir=", "--workdir: is empty"),
         ("--config tiny --workdir w --train.seed 4294967296", "4294967295.*got 4294967296"),
-        ("--config tiny --workdir w --model.depth.capacity 3", "^model.depth: DepthConfig.capa"),
+        ("--config tiny --workdir w --model.depth.capacity 3", "^--model.depth.capa"),
     ],
 )
 def test_bad_arguments(arguments, message):

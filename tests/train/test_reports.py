@@ -6,14 +6,15 @@ import signal
 import struct
 import subprocess
 import sys
+import types
 
 import pytest
 
 from modo.config import TrainConfig
 from modo.errors import UserError
-from modo.train import checkpoint, profiling
+from modo.train import checkpoint, loop, profiling
 from modo.train.loop import run
-from modo.train.metrics import MetricsLog, read_metrics
+from modo.train.metrics import MetricsLog, read_metrics, select
 from modo.train.stop import Stopped
 from tests.train.helpers import subprocess_environment, with_train
 
@@ -83,11 +84,14 @@ def test_tensorboard_without_tensorflow(tmp_path):
 
 def test_profiling_window(small_config, tmp_path, monkeypatch, capsys):
     """Is traced where the run passes it, once, and closed where the run stops inside it."""
-    calls = []
+    calls, now = [], iter(range(10**9))
     monkeypatch.setattr(
         profiling.jax.profiler, "start_trace", lambda path: calls.append(("start", path))
     )
     monkeypatch.setattr(profiling.jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    # Every look at the clock is one later; what the trace itself takes is counted to no step.
+    clock = types.SimpleNamespace(perf_counter=lambda: next(now) + 1e6 * len(calls))
+    monkeypatch.setattr(loop, "time", clock)
     config = with_train(small_config, profile_start=3, profile_steps=2, eval_every=0)
     save = checkpoint.save
 
@@ -104,6 +108,8 @@ def test_profiling_window(small_config, tmp_path, monkeypatch, capsys):
     assert calls == [window, "stop"] and "profile of steps" not in capsys.readouterr().out
     run(with_train(config, steps=9, profile_start=8), tmp_path)
     assert calls == [window, "stop", window, "stop"]
+    seconds = [r["step_seconds"] for r in select(read_metrics(tmp_path), "train")]
+    assert len(seconds) == 9 and max(seconds) < 1e6
     assert f"profile of steps 8 to 9: {tmp_path / 'profile'}" in capsys.readouterr().out
 
 

@@ -134,6 +134,51 @@ def test_random_control_of_a_row_does_not_depend_on_its_batch(finished_run, mode
     assert other.loss != pytest.approx(all_.loss, rel=1e-6)
 
 
+def test_fewer_rows_are_evenly_spaced(finished_run, model):
+    config, _, _ = finished_run
+    rows = open_data(config.data, config.train.length).validation
+    assert len(rows) == 14
+    graphdef, params = nnx.split(model)
+
+    def loss(rows, **options):
+        return evaluate(graphdef, params, rows, make_mesh(MeshConfig()), routing="top_k", **options)
+
+    few = loss(rows, batch_size=2, most_rows=3)
+    wanted = loss(_Picked(rows, [0, 4, 9]), batch_size=3)
+    assert few.tokens == wanted.tokens == 3 * 32
+    assert few.loss == pytest.approx(wanted.loss, rel=1e-6)
+    # Of these rows, a byte having as many tokens as one of the whole text has.
+    share = rows.num_targets / rows.num_bytes
+    assert few.bits_per_byte == pytest.approx(few.loss / math.log(2) * share)
+    assert loss(rows, batch_size=5, most_rows=14) == loss(rows, batch_size=5)
+
+
+class _Picked:
+    """Some of the rows."""
+
+    def __init__(self, rows, numbers):
+        self.rows, self.numbers = rows, np.array(numbers)
+        self.num_targets, self.num_bytes = rows.num_targets, rows.num_bytes
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, indices):
+        return self.rows[self.numbers[indices]]
+
+
+def test_a_finished_run_is_evaluated_by_other_routings(finished_run, tmp_path, capsys):
+    config, workdir, _ = finished_run
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    config = with_train(config, eval_routings=("top_k", "random"), eval_rows=2)
+    for _ in range(2):
+        run(config, tmp_path)
+        assert f"already trained, all 6 steps, in {tmp_path}" in capsys.readouterr().out
+        last = [r for r in read_metrics(tmp_path) if r["split"] == "eval" and r["step"] == 6]
+        assert [r["routing"] for r in last] == ["predictor", "top_k", "random"]
+        assert last[0]["tokens"] > last[2]["tokens"] == 2 * 32
+
+
 def test_evaluate_command(finished_run, tmp_path, capsys):
     _, workdir, _ = finished_run
     file = tmp_path / "evaluation.json"

@@ -146,6 +146,19 @@ def test_data_that_changed_under_a_run(tmp_path):
         assert (tmp_path / "data.json").read_bytes() == damaged
 
 
+def test_data_may_move_where_their_digests_are_known(tmp_path):
+    def at(place):
+        local = {"source": "text", "path": place, "validation_path": place + "v"}
+        corpora = (CorpusConfig(source="pysrc", data_dir=place), CorpusConfig(**local))
+        return dataclasses.replace(CONFIG, data=DataConfig(**local, mixture=corpora))
+
+    write_config(tmp_path, at("/here"))
+    with pytest.raises(UserError, match="data.path was '/here', now '/there'"):
+        check_same_training(tmp_path, at("/there"))
+    write_data(tmp_path, {"train": "a1"})
+    check_same_training(tmp_path, at("/there"))
+
+
 def test_a_difference_in_a_mixture_is_named(tmp_path):
     def with_corpora(*corpora):
         return dataclasses.replace(CONFIG, data=DataConfig(mixture=corpora))
