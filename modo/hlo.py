@@ -132,8 +132,9 @@ def array_bytes(shape: str, *, hbm_only: bool = False) -> int:
 def trip_count(module: Module, loop: Instruction) -> int | None:
     """How often a while loop runs; None: it depends on values.
 
-    Read from XLA's known_trip_count, or else, as for the loops that JAX makes of a scan, from a
-    condition that compares a counter with a constant.
+    Read from XLA's known_trip_count, or else from a condition that compares a counter with a
+    constant, and from what the body adds to it: 1 in the loops that JAX makes of a scan, 2 in those
+    where XLA sends the next piece of an operand while it multiplies this one.
     """
     known = re.search(r'known_trip_count"?:\s*\{\s*"?n"?:\s*"?(\d+)', loop.attributes)
     if known:
@@ -146,8 +147,32 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
         compare = module.computations[compare.called("calls")[0]].root
     if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
         return None
-    limits = [inner[name] for name in limits if inner[name].opcode == "constant"]
-    return int(limits[0].literal) if len(limits) == 1 else None
+    ends = [inner[name] for name in limits if inner[name].opcode == "constant"]
+    counters = [inner[name] for name in limits if inner[name].opcode == "get-tuple-element"]
+    if len(ends) != 1 or len(counters) != 1:
+        return None
+    step = _added(module, loop, int(re.search(r"index=(\d+)", counters[0].attributes)[1]))
+    return -(-int(ends[0].literal) // step) if step else None
+
+
+def _added(module: Module, loop: Instruction, index: int) -> int | None:
+    """The constant that a loop's body adds to one of the loop's values; None: something else."""
+    [name] = loop.called("body")
+    body = module.computations[name].instructions
+    add = body[module.computations[name].root.operands[index]]
+    operands = [body[operand] for operand in add.operands]
+    if add.opcode == "fusion":
+        inner = module.computations[add.called("calls")[0]]
+        # Its parameters are the fusion's operands; constants may be on either side.
+        outer = {
+            i.name: operands[int(i.literal)]
+            for i in inner.instructions.values()
+            if i.opcode == "parameter"
+        }
+        add = inner.root
+        operands = [outer.get(name, inner.instructions[name]) for name in add.operands]
+    constants = [int(i.literal) for i in operands if i.opcode == "constant"]
+    return constants[0] if add.opcode == "add" and len(constants) == 1 else None
 
 
 @dataclasses.dataclass(frozen=True)

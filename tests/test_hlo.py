@@ -7,8 +7,8 @@ import pytest
 
 from modo import hlo
 
-# A scan of five steps around another of two, a branch, and collectives in the forms that compilers
-# print.
+# A scan of five steps around a loop of two that counts by three, a branch, and collectives in the forms
+# that compilers print.
 TEXT = """HloModule jit_step, is_scheduled=true
 
 %add (x: f32[], y: f32[]) -> f32[] {
@@ -20,8 +20,14 @@ TEXT = """HloModule jit_step, is_scheduled=true
 %inner_condition (p.0: (s32[], f32[8,16])) -> pred[] {
   %p.0 = (s32[], f32[8,16]{1,0}) parameter(0)
   %i.0 = s32[] get-tuple-element(%p.0), index=0
-  %two = s32[]{:T(128)} constant(2)
-  ROOT %less.0 = pred[] compare(%i.0, %two), direction=LT
+  %end = s32[]{:T(128)} constant(5)
+  ROOT %less.0 = pred[] compare(%i.0, %end), direction=LT
+}
+
+%count (n: s32[], m: s32[]) -> s32[] {
+  %n = s32[] parameter(0)
+  %m = s32[] parameter(1)
+  ROOT %n.1 = s32[] add(%m, %n)
 }
 
 %inner_body (p.1: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
@@ -29,7 +35,9 @@ TEXT = """HloModule jit_step, is_scheduled=true
   %i.1 = s32[] get-tuple-element(%p.1), index=0
   %v.1 = f32[8,16]{1,0} get-tuple-element(%p.1), index=1
   %moved = f32[8,16]{1,0} collective-permute(%v.1), channel_id=1, source_target_pairs={{0,1},{1,0}}
-  ROOT %t.1 = (s32[], f32[8,16]{1,0}) tuple(%i.1, %moved)
+  %by = s32[] constant(3)
+  %next = s32[] add(%i.1, %by)
+  ROOT %t.1 = (s32[], f32[8,16]{1,0}) tuple(%next, %moved)
 }
 
 %outer_condition (p.2: (s32[], f32[8,16])) -> pred[] {
@@ -126,8 +134,14 @@ def test_loops():
     unknown = hlo.parse(TEXT.replace('"known_trip_count":{"n":"5"},', ""))
     assert hlo.executions(unknown).unknown_loops == 1
     assert [c.times for c in hlo.collectives(unknown, 8) if c.kind == "collective-permute"] == [2]
-    other = hlo.parse(TEXT.replace("direction=LT", "direction=NE"))
-    assert hlo.executions(other).unknown_loops == 1
+    in_a_fusion = TEXT.replace("add(%i.1, %by)", "fusion(%i.1, %by), kind=kLoop, calls=%count")
+    assert hlo.executions(hlo.parse(in_a_fusion)).times["inner_body"] == 10
+    for one, other in (
+        ("direction=LT", "direction=NE"),
+        ("add(%i.1", "multiply(%i.1"),
+        ("compare(%i.0, %end)", "compare(%i.0, %i.0)"),
+    ):
+        assert hlo.executions(hlo.parse(TEXT.replace(one, other))).unknown_loops == 1
 
 
 @pytest.mark.parametrize(
