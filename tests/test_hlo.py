@@ -7,8 +7,8 @@ import pytest
 
 from modo import hlo
 
-# A scan of five steps around a loop of two that counts by three, a branch, and collectives in the forms
-# that compilers print.
+# A scan of five steps around a loop of two that counts by three, a branch, and collectives in the
+# forms that compilers print.
 TEXT = """HloModule jit_step, is_scheduled=true
 
 %add (x: f32[], y: f32[]) -> f32[] {
