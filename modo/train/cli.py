@@ -192,8 +192,9 @@ def override(config: Config, arguments: Sequence[str], prog: str) -> Config:
       UserError: an unknown field, or a value of the wrong type or range.
     """
     errors = io.StringIO()
+    is_help = not {"-h", "--help"}.isdisjoint(arguments)
     try:
-        with contextlib.redirect_stderr(errors):
+        with contextlib.redirect_stderr(errors), _terminal_width(None if is_help else "10000"):
             return tyro.cli(
                 Config,
                 prog=prog,
@@ -212,6 +213,20 @@ def override(config: Config, arguments: Sequence[str], prog: str) -> Config:
         raise UserError(
             re.sub(r"([\w.]+: )?\b([A-Z]\w+Config)\.", lambda match: SECTIONS[match[2]], complaint)
         ) from None
+
+
+@contextlib.contextmanager
+def _terminal_width(columns: str | None) -> Iterator[None]:
+    """Makes tyro believe in a terminal that wide: it breaks lines amid a path. None: leaves it."""
+    before = os.environ.get("COLUMNS")
+    if columns is not None:
+        os.environ["COLUMNS"] = columns
+    try:
+        yield
+    finally:
+        if columns is not None:
+            del os.environ["COLUMNS"]
+            os.environ.update({} if before is None else {"COLUMNS": before})
 
 
 def _first_complaint(text: str) -> str:

@@ -123,13 +123,15 @@ def refused(config):
 def test_sets_that_are_not_there_say_what_to_run(tmp_path):
     assert refused(config_of(tmp_path, "pg19")) == (
         f"data.name pg19 is not prepared in {tmp_path}; run: python -m modo.prepare tfds pg19 "
-        f"--data-dir {tmp_path}"
+        f"--data-dir {tmp_path}, or, for text of your own, python -m modo.prepare text "
+        f"--name pg19 --path PATH --data-dir {tmp_path}"
     )
     for name in ("mine", "two/en", "two/de"):
         write_set(tmp_path, name, {"train": [["text"]]})
     assert refused(config_of(tmp_path, "mine:3.0.0")) == (
         f"data.name mine:3.0.0 is not prepared in {tmp_path} (there is 1.0.0); run: python -m "
-        f"modo.prepare tfds mine:3.0.0 --data-dir {tmp_path}"
+        f"modo.prepare tfds mine:3.0.0 --data-dir {tmp_path}, or, for text of your own, python -m "
+        f"modo.prepare text --name mine --path PATH --data-dir {tmp_path}"
     )
     assert "(there is mine, two); run" in refused(config_of(tmp_path, "pg19/x"))
     assert refused(config_of(tmp_path, "two")) == (

@@ -139,7 +139,7 @@ CASES = [
     Case("capacity", "error: --model.depth.capacity is a fraction", "--model.depth.capacity 3"),
     Case(
         "glob without quotes",
-        "Unrecognized options: .*/config.py; put a glob in quotes",
+        r"Unrecognized options: \S+/config.py; put a glob in quotes",
         "--data.path config.py {place.directory}/config.py",
     ),
     Case("no rows", "batch_size must be .*at least 1, got -4", "--train.batch_size -4"),

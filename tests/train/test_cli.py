@@ -45,6 +45,12 @@ def test_bad_arguments(arguments, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_long_path_is_not_broken_into_lines():
+    path = "/" + "directory/" * 30
+    with pytest.raises(UserError, match=f"Unrecognized options: {path}$"):
+        override(load_config("tiny"), ["--data.path", "a", path], "train.py")
+
+
 def test_good_arguments():
     arguments = "--config tiny --workdir w --train.steps 7 --model.moba.top_k 4"
     arguments += " --model.depth.capacity 0.25 --model.depth.layers 1 2 --data.mask-documents True"

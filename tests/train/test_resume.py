@@ -177,7 +177,7 @@ def _with(config, section: str, **fields):
         ("optimizer", {"name": "muon"}, "optimizer.name was 'adamw', now 'muon'"),
         ("optimizer", {"b1": 0.5}, "optimizer.b1 was 0.9, now 0.5"),
         ("data", {"mask_documents": False}, "data.mask_documents was True, now False"),
-        ("data", {"source": "shakespeare", "path": None}, "data.path was '.*', now None; data.so"),
+        ("data", {"source": "shakespeare", "path": None}, "data.source was 'text', now 'sha"),
         ("model", {"compute_dtype": "bfloat16"}, "model.compute_dtype was 'float32'"),
         ("model", {"moba": MobaConfig(block_size=8, top_k=3)}, "model.moba.top_k was 2, now 3"),
     ],
