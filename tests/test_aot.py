@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from jax.sharding import AbstractMesh
@@ -18,7 +19,8 @@ from modo.config import (
 )
 from modo.errors import UserError
 from modo.hardware import GIB, HARDWARE
-from modo.train.mesh import AXES
+from modo.train.cli import _config_directories, config_names, load_config
+from modo.train.mesh import AXES, make_mesh
 
 MODEL = ModelConfig(
     vocab_size=512,
@@ -130,6 +132,20 @@ def test_bad_arguments_are_one_line(tmp_path, arguments, message):
     with pytest.raises(UserError) as error:
         aot.main(["--config", write_config(tmp_path, CONFIG), *arguments])
     assert message in str(error.value)
+
+
+def test_the_configs_of_the_papers_have_a_mesh_on_their_slices():
+    cases = {}
+    for name in set(config_names()) - {"tiny", "small"}:
+        [path] = [d / f"{name}.py" for d in _config_directories() if (d / f"{name}.py").exists()]
+        for topology in re.findall(r"TPU (v\w+:[\dx]+)", path.read_text()):
+            mesh = load_config(name).mesh
+            cases[topology, dataclasses.astuple(mesh)] = mesh
+    assert len(cases) > 5
+    for (topology, sizes), mesh in cases.items():
+        made = make_mesh(mesh, aot.topology_devices(topology))
+        assert made.devices.shape == sizes
+        assert len({device.id for device in made.devices.flat}) == made.devices.size
 
 
 def test_unknown_config_and_unwritable_report(tmp_path):

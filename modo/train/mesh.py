@@ -7,6 +7,7 @@ import math
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from modo.config import Config, MeshConfig
@@ -17,20 +18,43 @@ AXES = ("data", "fsdp", "tensor", "context")
 
 
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
-    """A mesh with the axes AXES over all devices.
+    """A mesh with the axes AXES over all devices, linked along each axis where that can be.
+
+    Where the devices are those of several TPU slices, the data axis goes across slices, whose links
+    are the slowest.
 
     Raises:
-      UserError: the sizes do not multiply to the number of devices.
+      UserError: the sizes do not multiply to the number of devices, or JAX cannot lay such a mesh
+        out over their links.
     """
     devices = jax.devices() if devices is None else devices
     sizes = [getattr(config, axis) for axis in AXES]
+    wanted = _describe(sizes)
     known = math.prod(s for s in sizes if s != -1)
     if -1 in sizes and len(devices) % known == 0:
         sizes[sizes.index(-1)] = len(devices) // known
     if math.prod(sizes) != len(devices):
-        wanted = " x ".join(f"{axis} {getattr(config, axis)}" for axis in AXES)
         raise UserError(f"mesh {wanted} does not fit {len(devices)} devices")
-    return jax.make_mesh(tuple(sizes), AXES, (AxisType.Auto,) * len(AXES), devices=devices)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if sizes[0] % slices:
+        raise UserError(f"mesh data {sizes[0]} cannot be cut over {slices} slices of TPUs")
+    try:
+        # jax.make_mesh cannot split an axis of a torus on v5p: 4 of its 8 chips, twice.
+        if slices > 1:
+            across = (slices, *(1 for _ in sizes[1:]))
+            within = (sizes[0] // slices, *sizes[1:])
+            grid = mesh_utils.create_hybrid_device_mesh(
+                within, across, devices, allow_split_physical_axes=True
+            )
+        else:
+            grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    except (NotImplementedError, ValueError) as error:
+        raise UserError(f"mesh {_describe(sizes)}: {error}") from None
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _describe(sizes) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True))
 
 
 def check_divides(config: Config, mesh: Mesh) -> None:
